@@ -181,8 +181,12 @@ enum Command {
     #[command(after_help = simulate::help())]
     Simulate {
         /// The scenario: a file, `-` for standard input, or the name of a built-in scenario.
-        #[arg(required_unless_present = "list")]
+        #[arg(required_unless_present_any = ["list", "suite"])]
         scenario: Option<PathBuf>,
+        /// Run a suite instead, and print its own table: `control` compares controllers of unknown capacity with an
+        /// oracle.
+        #[arg(long, value_name = "NAME", conflicts_with_all = ["scenario", "check"], value_parser = simulate::suites())]
+        suite: Option<String>,
         /// The seed of the random numbers; the scenario's own by default. The same seed gives the same output, byte for
         /// byte.
         #[arg(long, value_name = "N")]
@@ -194,7 +198,7 @@ enum Command {
         #[arg(long)]
         check: bool,
         /// List the built-in scenarios.
-        #[arg(long, conflicts_with_all = ["scenario", "seed", "out", "check"])]
+        #[arg(long, conflicts_with_all = ["scenario", "suite", "seed", "out", "check"])]
         list: bool,
     },
     /// Show what a policy would have decided about the requests of access logs, on the logs' own clock.
@@ -412,7 +416,9 @@ fn main() -> ExitCode {
         #[cfg(feature = "simulate")]
         Command::Simulate { list: true, .. } => simulate::list(),
         #[cfg(feature = "simulate")]
-        Command::Simulate { scenario, seed, out, check, list: _ } => {
+        Command::Simulate { suite: Some(suite), seed, out, .. } => simulate::run_suite(&suite, seed, &out),
+        #[cfg(feature = "simulate")]
+        Command::Simulate { scenario, seed, out, check, list: _, suite: _ } => {
             simulate::run(&scenario.unwrap_or_default(), seed, &out, check)
         }
         Command::Replay(arguments) => replay::run(&arguments),

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use clap::builder::PossibleValuesParser;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate::clock::SystemClock;
 use tidegate_core::{Clock as _, Span};
@@ -38,7 +39,7 @@ pub(crate) fn list() -> CommandResult {
 
 /// `tidegate simulate SCENARIO`.
 pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[PathBuf], check: bool) -> CommandResult {
-    let write_report = report_writer(out, &FORMATS, "a report ends with .html, .svg, .png or .json")?;
+    let write_report = report_writer(out, &FORMATS, FORMATS_HINT)?;
     let scenario = load_scenario(scenario)?;
     let report = with_progress(&scenario, seed.unwrap_or(scenario.seed));
     write_report(&report)?;
@@ -46,6 +47,22 @@ pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[PathBuf], check: bo
         (CliOutcome::Done, true) => check_recovery(&report),
         (outcome, _) => Ok(outcome),
     }
+}
+
+/// The names of the suites.
+pub(crate) fn suites() -> PossibleValuesParser {
+    PossibleValuesParser::new(shipped::SUITES.map(|suite| suite.name))
+}
+
+/// `tidegate simulate --suite NAME`.
+pub(crate) fn run_suite(name: &str, seed: Option<u64>, out: &[PathBuf]) -> CommandResult {
+    let write_report = report_writer(out, &FORMATS, FORMATS_HINT)?;
+    let suite = shipped::SUITES.iter().find(|suite| suite.name == name);
+    let text = suite.map_or("", |suite| suite.text);
+    let scenario = Scenario::read(name, text.as_bytes()).map_err(invalid_document)?;
+    let report = with_progress(&scenario, seed.unwrap_or(scenario.seed));
+    write_report(&report)?;
+    Ok(print(&report.control_table()))
 }
 
 /// A file takes precedence over a built-in scenario of the same name.
@@ -120,6 +137,7 @@ fn check_recovery(report: &Report) -> CommandResult {
     }
 }
 
+const FORMATS_HINT: &str = "a report ends with .html, .svg, .png or .json";
 const FORMATS: [ReportFormat<Report>; 4] = [
     ("html", |report| Ok(report.html()?.into_bytes())),
     ("svg", |report| Ok(report.svg()?.into_bytes())),

@@ -78,6 +78,10 @@ fn wrong_arguments_are_reported() {
     assert_eq!(unknown.status.code(), Some(2));
     assert!(err(&unknown).contains("did you mean \"collapse\"?"), "{}", err(&unknown));
 
+    let suite = simulate(directory.path(), &["--suite", "contrl"]);
+    assert_eq!(suite.status.code(), Some(2));
+    assert!(err(&suite).contains("'control'"), "{}", err(&suite));
+
     let form = simulate(directory.path(), &["retries", "--out", "report.pdf"]);
     assert_eq!(form.status.code(), Some(2));
     assert!(err(&form).contains(".html, .svg, .png or .json"), "{}", err(&form));

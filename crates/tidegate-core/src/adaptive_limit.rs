@@ -70,9 +70,10 @@ pub enum AdaptiveLimitError {
 /// which the ratio would be 4/3, by at most three quarters, and then by an eighth each time. The first window with 4/3 or more, or
 /// with many failures, ends the start. TCP's slow start in RFC 9406 (HyStart++) also slows down before it ends.
 ///
-/// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. A provider
-/// that becomes slower permanently seems to have a queue at first. If lowering the limit twice doesn't help, the round
-/// trip without load is measured again.
+/// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. An average
+/// under load that is shorter by a quarter replaces it, too: the provider has become faster, or other clients have
+/// left. A provider that becomes slower permanently seems to have a queue at first. If lowering the limit twice doesn't
+/// help, the round trip without load is measured again.
 ///
 /// Providers that become slower with every call, but have more throughput with more calls, have no round trip without
 /// load. There, the round trip at half of the limit is used, measured again before it is compared with a limit that has
@@ -267,8 +268,10 @@ impl AdaptiveLimit {
             (self.baseline_at, self.baseline_cap) = (Some(now), self.cap);
         }
         if let Some(average) = round_trips.as_micros().checked_div(u64::from(answered)) {
-            // An average this short under load can't be longer without load.
-            let lowers_baseline = self.unloaded_round_trip.is_none_or(|unloaded| average * 2 <= unloaded.as_micros());
+            // An average this short under load can't be longer without load. The difference is as large as that which
+            // proves lateness, so that noise doesn't count.
+            let lowers_baseline =
+                self.unloaded_round_trip.is_none_or(|unloaded| average * 4 <= unloaded.as_micros() * 3);
             if updates_baseline || lowers_baseline {
                 self.update_baseline(average);
             }

@@ -4,7 +4,8 @@
 //! before it are of an older *generation*: ten that are throttled close the gate once, and no success of them opens it.
 //!
 //! After a closing, callers are released one at a time, a stagger apart, because all would otherwise come at once.
-//! After a success, this ends with the first unused slot, or after a hundred staggers.
+//! After a success, slots become shorter: each twenty staggers, the rate of release rises by that of the first. This ends
+//! with the first unused slot, or after a hundred staggers.
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Backoff, Span, Time};
@@ -13,7 +14,9 @@ use crate::{Backoff, Span, Time};
 const MIN_RETENTION: Span = Span::from_secs(3600);
 
 /// After a success, callers are released one at a time for at most this many staggers.
-const MAX_RELEASE_SLOTS: u64 = 100;
+const MAX_RELEASE_STAGGERS: u64 = 100;
+/// The time in which the rate of release rises by one caller per stagger, in staggers.
+const STAGGERS_PER_RISE: u64 = 20;
 
 /// The cool-down of a throttled credential. All values are valid: a span of zero disables closings or staggers, and
 /// with a cap below the base, every closing lasts as long as the cap.
@@ -75,7 +78,7 @@ impl Cooldown {
 
     /// The longest time for which callers are released one at a time after a success.
     pub fn max_release_time(&self) -> Span {
-        self.stagger.times(MAX_RELEASE_SLOTS)
+        self.stagger.times(MAX_RELEASE_STAGGERS)
     }
 
     /// True if a success has proven the credential and the waiting callers have been released.
@@ -95,11 +98,19 @@ impl Cooldown {
         } else if gate.last_event_at < gate.opens_at {
             gate.opens_at
         } else if gate.closings_in_row == 0 {
-            (gate.last_event_at + self.stagger).min(gate.opens_at + self.max_release_time())
+            (gate.last_event_at + self.slot_length(&gate)).min(gate.opens_at + self.max_release_time())
         } else {
             gate.last_event_at + self.stagger
         };
         free_at.max(now)
+    }
+
+    /// The length of the slot after the last event, once a success has proven the credential. A fixed length would hold
+    /// a provider with a high rate back for all of the release.
+    fn slot_length(&self, gate: &CooldownGate) -> Span {
+        let rise = self.stagger.times(STAGGERS_PER_RISE).as_micros().max(1);
+        let rises = gate.last_event_at.since(gate.opens_at).as_micros() / rise;
+        Span::from_micros(self.stagger.as_micros() / (rises + 1))
     }
 
     /// True if a time that [`Cooldown::free_at`] returned at `now` is the end of a closing, which never becomes
@@ -276,17 +287,20 @@ mod tests {
         assert_eq!(released, expected);
         // After a success, waiting callers are still released one at a time, until a slot is unused or the maximum time
         // is over.
-        COOLDOWN.record_success(&mut gate, 1, at(605_850));
-        assert_eq!(COOLDOWN.free_at(gate, at(605_850)), at(606_000));
+        COOLDOWN.record_success(&mut gate, 1, at(605_820));
+        assert_eq!(COOLDOWN.free_at(gate, at(605_820)), at(605_900));
         let mut unwanted = gate;
         for _ in 0..3 {
             assert_eq!(COOLDOWN.free_at(unwanted, at(606_200)), at(606_200));
             COOLDOWN.charge(&mut unwanted, at(606_200));
         }
-        for slot in 30..100 {
-            assert_eq!(COOLDOWN.free_at(gate, at(600_000 + slot * 200 - 1)), at(600_000 + slot * 200));
-            COOLDOWN.charge(&mut gate, at(600_000 + slot * 200));
+        let (mut now, mut count) = (at(605_900), 0);
+        while now < at(620_000) {
+            COOLDOWN.charge(&mut gate, now);
+            (now, count) = (COOLDOWN.free_at(gate, now), count + 1);
         }
+        // Two in each stagger at first, and five at last: 21 + 60 + 80 + 100.
+        assert!((258..=264).contains(&count), "{count}");
         for _ in 0..3 {
             assert_eq!(COOLDOWN.free_at(gate, at(620_000)), at(620_000));
             COOLDOWN.charge(&mut gate, at(620_000));
@@ -302,12 +316,23 @@ mod tests {
     }
 
     #[test]
+    fn after_success_slots_become_shorter() {
+        for (since, slot) in [(0, 200_000), (3_999, 200_000), (4_000, 100_000), (8_000, 66_666), (16_000, 40_000)] {
+            let last_event_at = at(since);
+            let gate = CooldownGate { opens_at: at(0), last_event_at, generation: 1, closings_in_row: 0 };
+            assert_eq!(COOLDOWN.free_at(gate, last_event_at), last_event_at + Span::from_micros(slot), "{since} ms");
+            let unproven = CooldownGate { closings_in_row: 1, ..gate };
+            assert_eq!(COOLDOWN.free_at(unproven, last_event_at), last_event_at + COOLDOWN.stagger, "{since} ms");
+        }
+    }
+
+    #[test]
     fn after_success_slots_end_with_the_release() {
         let (until, end) = (at(1_000), at(21_000));
-        for since in [0, 100, 150] {
+        for since in [0, 20, 34] {
             let gate = CooldownGate {
                 opens_at: until,
-                last_event_at: until + Span::from_millis(19_800 + since),
+                last_event_at: until + Span::from_millis(19_965 + since),
                 generation: 1,
                 closings_in_row: 0,
             };

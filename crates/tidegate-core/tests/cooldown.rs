@@ -85,8 +85,14 @@ impl Naive {
         if until > now {
             return until;
         }
-        let at_once = if self.steps() == 0 { until + stagger.times(100) } else { Time::NEVER };
-        self.released().map_or(now, |last| now.max(at_once.min(last + stagger)))
+        let Some(last) = self.released() else { return now };
+        if self.steps() > 0 {
+            return now.max(last + stagger);
+        }
+        // Up to five a stagger: one more after each twenty staggers.
+        let slots = (1..5).filter(|rise| until + stagger.times(20 * rise) <= last).count() as u64 + 1;
+        let slot = Span::from_micros(stagger.as_micros() / slots);
+        now.max((until + stagger.times(100)).min(last + slot))
     }
 }
 

@@ -197,6 +197,21 @@ fn slowness_shrinks_the_limit_until_learned() {
 }
 
 #[test]
+fn much_shorter_round_trips_count_at_once() {
+    for (round_trip, expected) in [(90, 100), (76, 100), (75, 75), (40, 40)] {
+        let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY.times(2)), u32::MAX);
+        world.run(60);
+        let inflight = &mut world.inflight;
+        for turn in 0..200 {
+            let round_trip = if turn < 100 { 100 } else { round_trip };
+            let now = world.now + Span::from_millis(10 * turn);
+            inflight.sample(Span::from_millis(round_trip), inflight.limit(), Class::Success, now);
+        }
+        assert_eq!(inflight.unloaded_round_trip(), Some(Span::from_millis(expected)), "{round_trip} ms");
+    }
+}
+
+#[test]
 fn without_queueing_the_limit_grows_until_unused() {
     let mut world = World::new(AdaptiveLimitSpec::default(), 2_000, Service::Always(FIFTY), 300);
     world.run(20);

@@ -34,6 +34,15 @@ pub enum Delay {
         /// The longest time.
         high: Span,
     },
+    /// A Pareto distribution, whose tail is heavy: at n times the shortest time, a share of n^-shape is longer.
+    Pareto {
+        /// The shortest time.
+        scale: Span,
+        /// The exponent of the tail. The mean is infinite up to 1, and the variance up to 2, without a cap.
+        shape: f64,
+        /// The longest time; longer ones are cut to it.
+        cap: Span,
+    },
 }
 
 impl Delay {
@@ -46,6 +55,7 @@ impl Delay {
             Self::Constant(span) | Self::Exponential(span) | Self::LogNormal { median: span, .. } => span,
             Self::Normal { mean, deviation } => mean.max(deviation),
             Self::Uniform { high, .. } => high,
+            Self::Pareto { scale, cap, .. } => scale.min(cap),
         };
         !longest.is_zero()
     }
@@ -60,6 +70,10 @@ impl Delay {
             }
             Self::LogNormal { median, sigma } => micros(median) * (sigma * rng.sample::<f64, _>(StandardNormal)).exp(),
             Self::Uniform { low, high } => micros(low) + (micros(high) - micros(low)) * rng.random::<f64>(),
+            // Of [0, 1), 1 - x is never 0.
+            Self::Pareto { scale, shape, cap } => {
+                (micros(scale) * (1.0 - rng.random::<f64>()).powf(-1.0 / shape)).min(micros(cap))
+            }
         };
         // The cast saturates at the integer's bounds, and a span saturates at its own.
         Span::from_micros(drawn.round() as u64)
@@ -83,6 +97,9 @@ mod tests {
             (Delay::Normal { mean: Span::ZERO, deviation: ten }, 10.0 * (2.0 / std::f64::consts::PI).sqrt(), 6.745),
             (Delay::LogNormal { median: ten, sigma: 0.5 }, 10.0 * 0.125_f64.exp(), 10.0),
             (Delay::Uniform { low: two, high: ten }, 6.0, 6.0),
+            (Delay::Pareto { scale: two, shape: 3.0, cap: Span::MAX }, 3.0, 2.0 * 2_f64.cbrt()),
+            // The tail beyond five times the scale has a share of 1/25; it is cut to ten.
+            (Delay::Pareto { scale: two, shape: 2.0, cap: ten }, 2.0 * (2.0 - 1.0 / 5.0), 2.0 * 2_f64.sqrt()),
         ];
         for (delay, mean, median) in cases {
             let mut drawn: Vec<f64> = (0..DRAWS).map(|_| delay.sample(&mut rng).as_micros() as f64 / 1e3).collect();

@@ -26,7 +26,7 @@ const DEFAULT_START: Time = Time::from_secs(1_767_225_600);
 /// The sections of the policy.
 const POLICY_SECTIONS: [&str; 2] = ["inbound", "outbound"];
 /// The keys that a case may change.
-const CASE_KEYS: [&str; 11] = [
+const CASE_KEYS: [&str; 12] = [
     "duration",
     "measure",
     "trials",
@@ -34,6 +34,7 @@ const CASE_KEYS: [&str; 11] = [
     "service",
     "network",
     "load",
+    "client",
     "store",
     "check",
     "inbound",
@@ -55,7 +56,7 @@ impl Scenario {
 }
 
 fn scenario(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Option<Scenario> {
-    let own = ["title", "about", "seed", "client", "strategy", "case"];
+    let own = ["title", "about", "seed", "strategy", "case"];
     reader.check_names(root, "a scenario", &[&own[..], &CASE_KEYS].concat());
     let title = optional_text(reader, root, "title", "the scenario's title, in quotes");
     let about = optional_text(reader, root, "about", "what it shows, in quotes");

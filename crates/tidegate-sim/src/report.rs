@@ -1,13 +1,17 @@
 //! The results of a scenario, as numbers, text and pictures.
 
+mod control;
 mod html;
 mod json;
 mod picture;
 mod summary;
 mod table;
 
+pub use control::ControlFigures;
 pub use summary::RunSummary;
 pub use tidegate_report::svg::PictureError;
+
+use tidegate_core::Span;
 
 use crate::setup::{ClientSpec, Setup};
 use crate::stats::RunStats;
@@ -38,6 +42,8 @@ pub struct Run {
     pub trials: u32,
     /// True if its clients run Tidegate's production code.
     pub uses_tidegate: bool,
+    /// The time of the last change of the world, from the run's start; `None` if it never changes.
+    pub changed_at: Option<Span>,
     /// The least ratio of the share of calls that succeed after a disturbance to the share before it, from 0 to 1.
     pub required_share: f64,
     /// The shares of calls that succeeded before the first disturbance, and after the last plus the recovery time. They
@@ -58,6 +64,7 @@ impl Run {
             loads: setup.loads.iter().map(|load| load.name.clone()).collect(),
             trials: setup.trials,
             uses_tidegate: matches!(setup.client, ClientSpec::Tidegate { .. }),
+            changed_at: setup.disturbance_range().map(|(_, last)| last),
             required_share: setup.recovery_check.share,
             worst_trial: worst_trial(summaries, setup.recovery_check.share),
             summary: RunSummary::mean_of(summaries),

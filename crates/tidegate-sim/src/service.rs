@@ -57,7 +57,7 @@ struct Job<R> {
 pub(crate) enum ArrivalOutcome {
     /// The request is not accepted; this is its reply.
     Rejected(ServiceReply),
-    /// The request is accepted. If a worker has started it, it takes this time; otherwise it waits for a worker.
+    /// The request is accepted. If a worker has started it, it ends after this time; otherwise it waits for a worker.
     Accepted(JobId, Option<Span>),
 }
 
@@ -66,8 +66,6 @@ pub(crate) enum ArrivalOutcome {
 pub(crate) struct FinishedJob<R> {
     pub(crate) request: R,
     pub(crate) reply: ServiceReply,
-    /// The request that the worker starts next, and the time it takes.
-    pub(crate) next_job: Option<(JobId, Span)>,
 }
 
 /// A service. `R` is the data that it keeps of a request until its reply.
@@ -90,12 +88,11 @@ pub(crate) struct SimService<'s, R> {
 
 impl<'s, R: Copy> SimService<'s, R> {
     pub(crate) fn new(spec: &'s ServiceSpec, started_at: Time, rng: SimRng) -> Self {
-        let limiters = spec.limits.iter().filter_map(|limit| ServiceLimiter::new(limit, started_at)).collect();
         Self {
             spec,
             started_at,
             last_request_at: None,
-            limiters,
+            limiters: spec.limiters(started_at),
             jobs: Slab::new(),
             queue: VecDeque::new(),
             busy_workers: 0,
@@ -126,7 +123,7 @@ impl<'s, R: Copy> SimService<'s, R> {
             };
             return ArrivalOutcome::Rejected(ServiceReply::Throttled { retry_after });
         }
-        let busy = self.spec.workers.is_some_and(|workers| self.busy_workers >= workers);
+        let busy = !self.has_free_worker(now);
         if busy && self.queue.len() >= self.spec.queue as usize {
             return ArrivalOutcome::Rejected(ServiceReply::Failed);
         }
@@ -139,14 +136,20 @@ impl<'s, R: Copy> SimService<'s, R> {
         if busy {
             self.queue.push_back(index);
         }
-        ArrivalOutcome::Accepted(id, (!busy).then(|| self.start_job()))
+        ArrivalOutcome::Accepted(id, (!busy).then(|| self.start_job(now)))
     }
 
-    /// Starts a job at a worker and returns its duration.
-    fn start_job(&mut self) -> Span {
+    fn has_free_worker(&self, now: Time) -> bool {
+        self.spec.workers_at(now.since(self.started_at)).is_none_or(|workers| self.busy_workers < workers)
+    }
+
+    /// Starts a job at a worker and returns the time until its end.
+    fn start_job(&mut self, now: Time) -> Span {
         self.busy_workers += 1;
         let load = u64::from(self.busy_workers) + self.queue.len() as u64;
-        self.spec.latency.sample(&mut self.rng) + self.spec.latency_per_request.times(load)
+        let work = self.spec.latency.sample(&mut self.rng) + self.spec.latency_per_request.times(load);
+        let start = now.since(self.started_at);
+        self.spec.pauses.map_or(work, |pauses| pauses.end_of_work(start, work) - start)
     }
 
     /// Handles the end of a job. Returns `None` if its client went away and the service noticed.
@@ -166,27 +169,28 @@ impl<'s, R: Copy> SimService<'s, R> {
             }
             RequestKind::Write { .. } => ServiceReply::Conflict,
         };
-        Some(FinishedJob { request: job.request, reply, next_job: self.start_next() })
+        Some(FinishedJob { request: job.request, reply })
     }
 
-    /// Drops a request of a client that has gone away, if the service notices. Returns the next job of a freed worker.
-    pub(crate) fn cancel(&mut self, id: JobId) -> Option<(JobId, Span)> {
-        if !self.spec.notices_timeouts {
-            return None;
+    /// Drops a request of a client that has gone away, if the service notices.
+    pub(crate) fn cancel(&mut self, id: JobId) {
+        if !self.spec.notices_timeouts || self.remove(id).is_none() {
+            return;
         }
-        self.remove(id)?;
-        if let Some(place) = self.queue.iter().position(|index| *index == id.index) {
-            self.queue.remove(place);
-            return None;
+        match self.queue.iter().position(|index| *index == id.index) {
+            Some(place) => drop(self.queue.remove(place)),
+            None => self.busy_workers -= 1,
         }
-        self.busy_workers -= 1;
-        self.start_next()
     }
 
-    fn start_next(&mut self) -> Option<(JobId, Span)> {
+    /// Starts the next request that waits, if a worker is free. Returns it and the time until its end.
+    pub(crate) fn start_next(&mut self, now: Time) -> Option<(JobId, Span)> {
+        if !self.has_free_worker(now) {
+            return None;
+        }
         let index = self.queue.pop_front()?;
         let id = JobId { index, sequence: self.jobs.get(index)?.sequence };
-        Some((id, self.start_job()))
+        Some((id, self.start_job(now)))
     }
 
     fn remove(&mut self, id: JobId) -> Option<Job<R>> {

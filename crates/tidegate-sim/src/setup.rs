@@ -4,6 +4,7 @@ use tidegate_core::{Backoff, BudgetSpec, Lane, PacerSpec, Span, Time};
 use tidegate_policy::{Policy, Quantity};
 
 use crate::delay::Delay;
+use crate::limiter::ServiceLimiter;
 use crate::profile::Profile;
 
 /// The largest number of clients of one load.
@@ -52,6 +53,7 @@ impl Setup {
             Arrivals::Trace { .. } | Arrivals::Serial { .. } => None,
         });
         let profiles = loads.chain([&self.service.failures, &self.service.spacing, &self.network.loss]);
+        let profiles = profiles.chain(&self.service.workers);
         let profiles = profiles.filter_map(|profile| Some((profile.first_change_at()?, profile.last_change_at())));
         let ranges = self.service.outages.iter().chain(&self.network.partitions).chain(&self.store.outages);
         let changes = profiles.chain(ranges.map(|range| (range.from, range.until)));
@@ -85,8 +87,9 @@ pub struct ServiceSpec {
     pub latency: Delay,
     /// The extra time for each request that it works on or has queued, the new one included.
     pub latency_per_request: Span,
-    /// The number of requests that it works on at a time; unbounded if `None`.
-    pub workers: Option<u32>,
+    /// The number of requests that it works on at a time; unbounded if `None`. If it falls, requests in progress are
+    /// finished.
+    pub workers: Option<Profile>,
     /// The largest number of requests that wait for a worker. Further ones get a server error. Default 1000.
     pub queue: u32,
     /// The limits of all clients together, counted exactly.
@@ -100,10 +103,46 @@ pub struct ServiceSpec {
     pub failures: Profile,
     /// The times in which it refuses connections.
     pub outages: Vec<TimeRange>,
+    /// The times in which no worker makes progress, such as those of a garbage collector.
+    pub pauses: Option<Pauses>,
     /// True if it stops the work on a request when its client has timed out. Default false.
     pub notices_timeouts: bool,
     /// True if each call reads a row and writes it back. The write fails if another call has written the row since.
     pub versioned: bool,
+}
+
+impl ServiceSpec {
+    /// Returns the number of workers at a time from the run's start; `None` if it is unbounded.
+    pub(crate) fn workers_at(&self, time: Span) -> Option<u32> {
+        self.workers.as_ref().map(|workers| workers.value_at(time).round() as u32)
+    }
+
+    /// Returns the state of its limits at the run's start.
+    pub(crate) fn limiters(&self, started_at: Time) -> Vec<ServiceLimiter> {
+        self.limits.iter().filter_map(|limit| ServiceLimiter::new(limit, started_at)).collect()
+    }
+}
+
+/// Pauses at regular times. Each ends a period, so that the first period begins with work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pauses {
+    /// The length of a period.
+    pub period: Span,
+    /// The length of the pause, less than the period.
+    pub length: Span,
+}
+
+impl Pauses {
+    /// Returns the end of a work that begins at `start`, both from the run's start.
+    pub(crate) fn end_of_work(&self, start: Span, work: Span) -> Span {
+        let (period, length) = (self.period.as_micros(), self.length.as_micros());
+        let busy = period - length;
+        let start = start.as_micros();
+        // The time outside of pauses, until the start and until the end.
+        let done = (start / period) * busy + (start % period).min(busy);
+        let done = done.saturating_add(work.as_micros());
+        Span::from_micros((done / busy).saturating_mul(period).saturating_add(done % busy))
+    }
 }
 
 /// The `Retry-After` of a service's replies.
@@ -208,10 +247,49 @@ pub struct PlainClientSpec {
     pub budget: Option<BudgetSpec>,
     /// The largest number of attempts that a client has in flight. Further ones fail at once.
     pub in_flight: Option<u32>,
+    /// The controller of its attempts. A call that may not be sent waits, also for another attempt, for at most half of
+    /// the time until its deadline.
+    pub control: Option<ControllerKind>,
+    /// The largest number of calls that wait for the controller. Further ones fail. Default 1000.
+    pub queue: u32,
     /// The timeout of an attempt; `None` if it waits without end.
     pub timeout: Option<Span>,
+    /// The time for a call, after which it has failed; `None` if it has no end.
+    pub deadline: Option<Span>,
     /// True if it waits at least for the `Retry-After` of a reply.
     pub honours_retry_after: bool,
+}
+
+/// The controller of a plain client's attempts, with its published default values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControllerKind {
+    /// Additive increase and multiplicative decrease of the attempts in flight, as in Netflix's concurrency-limits.
+    Aimd,
+    /// A rate along CUBIC's curve, as in the AWS SDKs' retry mode `adaptive`.
+    Cubic,
+    /// The gradient controller of Envoy's adaptive concurrency filter.
+    Envoy,
+    /// The adaptive limiter of failsafe-go.
+    Failsafe,
+    /// `Gradient2` of Netflix's concurrency-limits.
+    Gradient2,
+    /// The best possible: it knows the service's workers and limits, and all clients' attempts.
+    Oracle,
+    /// `Vegas` of Netflix's concurrency-limits.
+    Vegas,
+}
+
+impl ControllerKind {
+    /// All kinds with their names in scenarios.
+    pub const ALL: [(&str, Self); 7] = [
+        ("aimd", Self::Aimd),
+        ("cubic", Self::Cubic),
+        ("envoy", Self::Envoy),
+        ("failsafe", Self::Failsafe),
+        ("gradient2", Self::Gradient2),
+        ("oracle", Self::Oracle),
+        ("vegas", Self::Vegas),
+    ];
 }
 
 /// The store of the state of `tidegate` clients.

@@ -24,6 +24,10 @@ pub const ALL: [ShippedScenario; 9] = [
     ShippedScenario { name: "returns", text: include_str!("../scenarios/returns.toml") },
 ];
 
+/// The scenarios that compare strategies with an oracle; see [`crate::Report::control_table`].
+pub const SUITES: [ShippedScenario; 1] =
+    [ShippedScenario { name: "control", text: include_str!("../scenarios/control.toml") }];
+
 /// Returns the shipped scenario of this name.
 ///
 /// # Errors

@@ -1,5 +1,7 @@
 //! One run of a simulated world, from start to end, by events on a virtual clock.
 
+mod admission;
+mod controllers;
 mod event;
 mod gate;
 mod node;
@@ -20,9 +22,11 @@ use tidegate_store::{ImmediateStore, Memory, Store};
 use crate::delay::Delay;
 use crate::event_queue::EventQueue;
 use crate::random::{RngStreams, SimRng};
-use crate::service::{ArrivalOutcome, FinishedJob, JobId, RequestKind, ServiceReply, SimService};
+use crate::service::{ArrivalOutcome, FinishedJob, RequestKind, ServiceReply, SimService};
 use crate::setup::{ClientSpec, Setup, TimeRange};
 use crate::stats::{CallOutcome, RunStats};
+use admission::Admission;
+use controllers::AttemptResult;
 use event::{CallId, CallState, ClientCall, SharedStoreRequest, SimEvent, SimRequest, attempt_report};
 use gate::SimGate;
 pub(crate) use gate::check_load;
@@ -50,6 +54,8 @@ pub(crate) struct Simulation<'s> {
     service: SimService<'s, SimRequest>,
     gate: Option<SimGate<'s>>,
     nodes: Vec<SimNode<'s>>,
+    /// The controller of each client, or one for all, or none.
+    admissions: Vec<Admission<'s>>,
     calls: Slab<CallState>,
     last_call_sequence: u64,
     shared_store: Option<(Arc<Memory>, Delay, SimRng)>,
@@ -81,7 +87,8 @@ impl<'s> Simulation<'s> {
             }
         };
         let loads = setup.loads.iter().enumerate().flat_map(|load| (0..load.1.clients).map(move |_| load));
-        let nodes = loads.map(|load| SimNode::new(load, start, &mut streams, new_client)).collect();
+        let nodes: Vec<_> = loads.map(|load| SimNode::new(load, start, &mut streams, new_client)).collect();
+        let admissions = admission::admissions(setup, nodes.len(), &mut streams);
         let plan = setup.policy.as_ref().map(|policy| &**policy.plan()).filter(|_| setup.gate);
         let mut simulation = Self {
             setup,
@@ -90,11 +97,16 @@ impl<'s> Simulation<'s> {
             service,
             gate: plan.map(|plan| SimGate::new(plan, &setup.loads)),
             nodes,
+            admissions,
             calls: Slab::new(),
             last_call_sequence: 0,
             shared_store,
             stats: RunStats::new(setup),
         };
+        let changes = setup.service.workers.iter().flat_map(|workers| &workers.0);
+        for segment in changes.filter(|segment| segment.end < setup.duration) {
+            simulation.events.schedule(start + segment.end, SimEvent::WorkersChange);
+        }
         for node in 0..simulation.nodes.len() {
             simulation.schedule_next_call(node);
         }
@@ -127,10 +139,10 @@ impl<'s> Simulation<'s> {
             }
             SimEvent::RequestArrives(request, kind) => self.handle_arrival(request, kind),
             SimEvent::JobFinishes(job) => {
-                if let Some(FinishedJob { request, reply, next_job }) = self.service.finish(job, now) {
+                if let Some(FinishedJob { request, reply }) = self.service.finish(job, now) {
                     self.release_permit(request);
                     self.send(request.node, SimEvent::ReplyArrives(request, reply));
-                    self.schedule_job_end(next_job);
+                    self.start_waiting_jobs();
                 }
             }
             SimEvent::ReplyArrives(request, reply) if self.is_reply_awaited(request) => match reply {
@@ -150,6 +162,13 @@ impl<'s> Simulation<'s> {
                         self.with_tidegate_client(node, |client, now| client.enqueue(slot, now));
                     }
                 }
+            }
+            SimEvent::CallExpires(id) => self.expire_call(id),
+            SimEvent::AdmissionWakes(index, at) => self.wake_admission(index, at),
+            SimEvent::WorkersChange => {
+                self.start_waiting_jobs();
+                // The oracle knows of it.
+                (0..self.admissions.len()).for_each(|index| self.poll_admission(index));
             }
             SimEvent::ClientWakes(node, at) => {
                 if self.nodes[node].timer_fires_at == at {
@@ -292,16 +311,6 @@ impl<'s> Simulation<'s> {
         self.send_store_message(request, |request| SimEvent::StoreReplyArrives(request, Some(outcomes)));
     }
 
-    fn start_plain_attempt(&mut self, id: CallId) {
-        let node = self.calls[id.index].node;
-        let ClientState::Plain(plain) = &mut self.nodes[node].client else { return };
-        let ClientCall::Plain(retry) = &mut self.calls[id.index].client_call else { return };
-        match plain.start_attempt(retry) {
-            Some(reply_timeout) => self.send_attempt(id, reply_timeout, Span::ZERO),
-            None => self.finish_call(id, CallOutcome::Declined),
-        }
-    }
-
     fn send_attempt(&mut self, id: CallId, reply_timeout: Span, conclusive_after: Span) {
         let call = &mut self.calls[id.index];
         call.attempt += 1;
@@ -346,13 +355,15 @@ impl<'s> Simulation<'s> {
                 if self.is_reply_awaited(request) {
                     self.calls[request.call.index].job = Some(job);
                 }
-                self.schedule_job_end(duration.map(|duration| (job, duration)));
+                if let Some(duration) = duration {
+                    self.events.schedule_after(duration, SimEvent::JobFinishes(job));
+                }
             }
         }
     }
 
-    fn schedule_job_end(&mut self, started: Option<(JobId, Span)>) {
-        if let Some((job, duration)) = started {
+    fn start_waiting_jobs(&mut self) {
+        while let Some((job, duration)) = self.service.start_next(self.events.now) {
             self.events.schedule_after(duration, SimEvent::JobFinishes(job));
         }
     }
@@ -400,14 +411,17 @@ impl<'s> Simulation<'s> {
         let call = &self.calls[request.call.index];
         let class = if call.reply_timeout < call.conclusive_after { Class::Cancelled } else { Class::Transient };
         if let Some(job) = call.job {
-            let next_job = self.service.cancel(job);
-            self.schedule_job_end(next_job);
+            self.service.cancel(job);
+            self.start_waiting_jobs();
         }
         let report = AttemptReport { is_repeatable: true, ..AttemptReport::new(class, Delivery::Unknown) };
         self.handle_attempt_end(request.call, &report);
     }
 
     fn handle_attempt_end(&mut self, id: CallId, report: &AttemptReport) {
+        let now = self.events.now;
+        self.stats.record_attempt_end(report.class == Class::Success, now);
+        let admission = self.admission_of(self.calls[id.index].node);
         let call = &mut self.calls[id.index];
         // Later replies and timeouts of this attempt are ignored.
         call.reply_timeout = Span::ZERO;
@@ -419,9 +433,15 @@ impl<'s> Simulation<'s> {
             }
             ClientCall::Plain(retry) => {
                 let ClientState::Plain(client) = &mut self.nodes[node].client else { return };
-                match client.end_attempt(retry, report) {
+                let time_left = client.time_left(now.since(call.started_at));
+                let admitted = retry.admitted;
+                match client.end_attempt(retry, report, time_left) {
                     Some(wait) => self.events.schedule_after(wait, SimEvent::CallResumes(id)),
                     None => self.finish_call(id, CallOutcome::of_last_reply(report.class)),
+                }
+                if let Some(index) = admission {
+                    self.admissions[index].record_end(admitted, AttemptResult::of(report), now);
+                    self.poll_admission(index);
                 }
             }
         }
@@ -429,7 +449,7 @@ impl<'s> Simulation<'s> {
 
     fn finish_call(&mut self, id: CallId, outcome: CallOutcome) {
         let CallState { node, started_at, .. } = self.calls.remove(id.index);
-        self.stats.record_end(self.nodes[node].load, started_at, outcome, self.events.now);
+        self.stats.record_end((node, self.nodes[node].load), started_at, outcome, self.events.now);
         if self.nodes[node].is_serial {
             self.schedule_next_call(node);
         }

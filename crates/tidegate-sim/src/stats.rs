@@ -109,6 +109,33 @@ impl LoadCounts {
     }
 }
 
+/// The counts of the measured range that tell how well a service was used.
+#[derive(Clone, Debug)]
+pub struct MeasuredStats {
+    /// Attempts that ended.
+    pub attempts: u64,
+    /// Attempts that ended without success.
+    pub wasted: u64,
+    /// The successful calls of each client.
+    pub successes: Vec<u32>,
+    delays: Histogram<u64>,
+}
+
+impl MeasuredStats {
+    /// Returns the delay that this share of the successful calls didn't exceed; `None` if there are none.
+    pub fn delay_quantile(&self, share: f64) -> Option<Span> {
+        (!self.delays.is_empty()).then(|| Span::from_micros(self.delays.value_at_quantile(share)))
+    }
+
+    /// Returns the fairness between clients, by their successful calls: 1 if all have as many, 1/n if one of n has all
+    /// (R. Jain, D. Chiu and W. Hawe, 1984). `None` if there are none.
+    pub fn fairness(&self) -> Option<f64> {
+        let successes = self.successes.iter().map(|count| f64::from(*count));
+        let (sum, squares) = successes.fold((0.0, 0.0), |(sum, squares), count| (sum + count, squares + count * count));
+        (sum > 0.0).then(|| sum * sum / (squares * self.successes.len() as f64))
+    }
+}
+
 /// The statistics of a run. Their size doesn't grow with the number of calls.
 #[derive(Clone, Debug)]
 pub struct RunStats {
@@ -121,6 +148,8 @@ pub struct RunStats {
     pub total: TimeBucket,
     /// The counts of each load, in the order of the setup.
     pub loads: Vec<LoadCounts>,
+    /// The counts of the measured range.
+    pub measured: MeasuredStats,
     delays: Histogram<u64>,
     delay_sum: u128,
     /// The calls for the picture of delays, evenly thinned out.
@@ -155,6 +184,12 @@ impl RunStats {
             buckets: Vec::with_capacity(MAX_BUCKETS),
             total: TimeBucket::default(),
             loads: vec![LoadCounts::default(); setup.loads.len()],
+            measured: MeasuredStats {
+                attempts: 0,
+                wasted: 0,
+                successes: vec![0; setup.loads.iter().map(|load| load.clients as usize).sum()],
+                delays: delays.clone(),
+            },
             delays,
             delay_sum: 0,
             samples: Vec::new(),
@@ -195,7 +230,25 @@ impl RunStats {
         self.ranges.iter_mut().flatten().filter(move |(range, _)| range.contains(at)).map(|(_, counts)| counts)
     }
 
-    pub(crate) fn record_end(&mut self, load: usize, started_at: Time, outcome: CallOutcome, now: Time) {
+    fn is_measured(&self, now: Time) -> bool {
+        self.ranges[0].is_some_and(|(range, _)| range.contains(now.since(self.started_at)))
+    }
+
+    pub(crate) fn record_attempt_end(&mut self, has_succeeded: bool, now: Time) {
+        if self.is_measured(now) {
+            self.measured.attempts += 1;
+            self.measured.wasted += if has_succeeded { 0 } else { 1 };
+        }
+    }
+
+    /// Counts the end of a call of this client and load.
+    pub(crate) fn record_end(
+        &mut self,
+        (client, load): (usize, usize),
+        started_at: Time,
+        outcome: CallOutcome,
+        now: Time,
+    ) {
         let (at, delay) = (now.since(self.started_at), now.since(started_at));
         self.record(now, |bucket| match outcome {
             CallOutcome::Succeeded => bucket.succeeded += 1,
@@ -208,6 +261,10 @@ impl RunStats {
             self.delays.saturating_record(delay.as_micros());
             self.delay_sum += u128::from(delay.as_micros());
             self.range_counts_at(at).for_each(|counts| counts.succeeded += 1);
+            if self.is_measured(now) {
+                self.measured.successes[client] += 1;
+                self.measured.delays.saturating_record(delay.as_micros());
+            }
         }
         self.last_ended_at = at;
         if self.ended_calls.is_multiple_of(self.sample_stride) {

@@ -269,3 +269,40 @@ fn long_delays_are_reported_accurately() {
         "{found:?}"
     );
 }
+
+/// Workers of 100 ms a request: 20 a second, 40, and then 10.
+#[test]
+fn workers_come_and_go_over_time() {
+    let text = r#"
+        duration = "30s"
+        [service]
+        latency = "100ms"
+        workers = ["2 until 10s", "4 until 20s", "1"]
+        queue = 10000
+        [load.all]
+        rate = "100/s"
+    "#;
+    let report = report(text);
+    let run = &report.runs[0];
+    assert!((run.summary.succeeded - 700.0).abs() <= 5.0, "{:?}", run.summary);
+    assert_eq!((run.first_trial.total.working, run.changed_at.map(|at| at.as_secs_f64())), (4, Some(20.0)));
+}
+
+#[test]
+fn paused_workers_make_no_progress() {
+    let text = r#"
+        duration = "10s"
+        [service]
+        latency = "100ms"
+        workers = 1
+        queue = 10000
+        pauses = { every = "1s", for = "250ms" }
+        [load.all]
+        trace = ["0s"]
+        each = 1000
+    "#;
+    // 7.5 a second; the one at the pause of each period goes on after it.
+    assert_eq!(numbers(text).succeeded, 75.0);
+    let one = numbers(&text.replace("0s\"]", "700ms\"]").replace("1000", "1"));
+    assert!((one.mean_delay.unwrap() - 0.35).abs() < 1e-6, "{one:?}");
+}

@@ -7,13 +7,24 @@ use tidegate_policy::outbound::PaceConfig;
 
 use super::values::{self, choice, count, optional, reject, value_or};
 use super::{TitledSection, section};
-use crate::setup::{ClientSpec, PlainClientSpec};
+use crate::setup::{ClientSpec, ControllerKind, PlainClientSpec};
 
 /// The keys of a strategy that override the scenario's own sections.
 pub(super) const OVERRIDE_KEYS: [&str; 3] = ["inbound", "outbound", "store"];
 
 /// The keys of plain clients only.
-const PLAIN_KEYS: [&str; 7] = ["attempts", "backoff", "pace", "budget", "in_flight", "timeout", "honours_retry_after"];
+const PLAIN_KEYS: [&str; 10] = [
+    "attempts",
+    "backoff",
+    "pace",
+    "budget",
+    "in_flight",
+    "control",
+    "queue",
+    "timeout",
+    "deadline",
+    "honours_retry_after",
+];
 
 /// Returns the keys of a strategy besides its title.
 pub(super) fn strategy_keys() -> Vec<&'static str> {
@@ -81,15 +92,25 @@ fn plain(reader: &mut DocumentReader<'_>, table: &TomlTable) -> Option<PlainClie
     let budget = section(reader, table, "budget", &["ratio", "min", "reserve"])?;
     let budget = budget.map_or(Some(None), |section| values::budget(reader, &section).map(Some));
     let in_flight = optional(reader, table, "in_flight", count(1..=1_000_000));
+    let control = optional(reader, table, "control", choice(&ControllerKind::ALL));
+    let queue = value_or(reader, table, "queue", 1000, count(1..=1_000_000));
     let timeout = optional(reader, table, "timeout", DocumentReader::duration);
+    let deadline = optional(reader, table, "deadline", DocumentReader::duration);
     let honours_retry_after = value_or(reader, table, "honours_retry_after", false, DocumentReader::boolean);
+    if let (Some(entry), Some(_)) = (table.get("in_flight"), table.get("control")) {
+        let expected = "the number `in_flight` or the `control` that finds it, not both";
+        return reject(reader, entry.key_at, "how many calls may be in flight is said twice", expected);
+    }
     Some(PlainClientSpec {
         attempts: attempts?,
         backoff: backoff?,
         pacer: pacer?,
         budget: budget?,
         in_flight: in_flight?,
+        control: control?,
+        queue: queue?,
         timeout: timeout?,
+        deadline: deadline?,
         honours_retry_after: honours_retry_after?,
     })
 }

@@ -10,10 +10,10 @@ use crate::delay::Delay;
 use crate::limiter::MAX_WINDOW_REQUESTS;
 use crate::profile::Profile;
 use crate::setup::{
-    Arrivals, ClockStep, LoadSpec, MAX_CLIENTS, MAX_LOADS, NetworkSpec, RetryAfterMode, ServiceSpec, StoreSpec,
+    Arrivals, ClockStep, LoadSpec, MAX_CLIENTS, MAX_LOADS, NetworkSpec, Pauses, RetryAfterMode, ServiceSpec, StoreSpec,
 };
 
-const SERVICE_KEYS: [&str; 11] = [
+const SERVICE_KEYS: [&str; 12] = [
     "latency",
     "latency_per_request",
     "workers",
@@ -23,6 +23,7 @@ const SERVICE_KEYS: [&str; 11] = [
     "retry_after",
     "failures",
     "outages",
+    "pauses",
     "notices_timeouts",
     "versioned",
 ];
@@ -39,13 +40,14 @@ pub(super) fn service(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Opti
     let table = section(reader, root, "service", &SERVICE_KEYS)?.unwrap_or_default();
     let latency = value_or(reader, &table, "latency", Delay::NONE, values::delay);
     let per_request = value_or(reader, &table, "latency_per_request", Span::ZERO, DocumentReader::duration);
-    let workers = optional(reader, &table, "workers", count(1..=1_000_000));
+    let workers = optional(reader, &table, "workers", workers);
     let queue = value_or(reader, &table, "queue", 1000, count(0..=1_000_000));
     let limits = value_or(reader, &table, "limit", Vec::new(), service_limits);
     let spacing = value_or(reader, &table, "spacing", Profile::constant(0.0), profile(values::TIME));
     let retry_after = value_or(reader, &table, "retry_after", RetryAfterMode::Accurate, retry_after);
     let failures = value_or(reader, &table, "failures", Profile::constant(0.0), profile(values::SHARE));
     let outages = value_or(reader, &table, "outages", Vec::new(), values::time_ranges);
+    let pauses = optional(reader, &table, "pauses", pauses);
     let notices_timeouts = value_or(reader, &table, "notices_timeouts", false, DocumentReader::boolean);
     let versioned = value_or(reader, &table, "versioned", false, DocumentReader::boolean);
     Some(ServiceSpec {
@@ -58,9 +60,37 @@ pub(super) fn service(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Opti
         retry_after: retry_after?,
         failures: failures?,
         outages: outages?,
+        pauses: pauses?,
         notices_timeouts: notices_timeouts?,
         versioned: versioned?,
     })
+}
+
+fn workers(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Profile> {
+    match node.value {
+        TomlValue::Integer(_) => {
+            count(1..=values::MAX_WORKERS)(reader, node, key).map(|count| Profile::constant(f64::from(count)))
+        }
+        _ => profile(values::WORKERS)(reader, node, key),
+    }
+}
+
+fn pauses(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Pauses> {
+    const EXPECTED: &str = "{ every = \"5s\", for = \"300ms\" }";
+    let table = node.as_table();
+    if table.is_some_and(|table| !reader.check_names(table, &format!("`{key}`"), &["every", "for"])) {
+        return None;
+    }
+    let (Some(every), Some(length)) =
+        (table.and_then(|table| table.node("every")), table.and_then(|table| table.node("for")))
+    else {
+        return reject(reader, node.at, format!("`{key}` needs a period and a length"), EXPECTED);
+    };
+    let (period, paused) = (reader.duration(every, "every")?, reader.duration(length, "for")?);
+    if paused >= period {
+        return reject(reader, length.at, format!("`{key}` leave no time for work"), "a time shorter than `every`");
+    }
+    Some(Pauses { period, length: paused })
 }
 
 fn service_limits(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Vec<Quantity>> {

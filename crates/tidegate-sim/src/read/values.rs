@@ -68,8 +68,9 @@ pub(super) fn duration(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &s
 pub(super) fn delay(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Delay> {
     const EXPECTED: &str = "a duration such as \"10ms\", or one of { exponential = \"10ms\" }, { normal = \"10ms\", \
                             deviation = \"2ms\" }, { lognormal = \"10ms\", sigma = 0.5 }, { uniform = [\"5ms\", \
-                            \"15ms\"] }";
-    const NAMES: [&str; 6] = ["exponential", "normal", "deviation", "lognormal", "sigma", "uniform"];
+                            \"15ms\"] }, { pareto = \"10ms\", shape = 1.5, cap = \"2s\" }";
+    const NAMES: [&str; 9] =
+        ["exponential", "normal", "deviation", "lognormal", "sigma", "uniform", "pareto", "shape", "cap"];
     if let TomlValue::String(_) = node.value {
         return duration(reader, node, key).map(Delay::Constant);
     }
@@ -87,6 +88,11 @@ pub(super) fn delay(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str)
         [("lognormal", median), ("sigma", sigma)] => {
             let (median, sigma) = (duration(reader, median, "lognormal"), reader.number(sigma, "sigma", 0.0..=10.0));
             Some(Delay::LogNormal { median: median?, sigma: sigma? })
+        }
+        [("pareto", scale), ("shape", shape), ref rest @ ..] if matches!(rest, [] | [("cap", _)]) => {
+            let cap = rest.first().map_or(Some(Span::MAX), |(key, cap)| reader.duration(cap, key));
+            let (scale, shape) = (duration(reader, scale, "pareto"), reader.number(shape, "shape", 0.1..=100.0));
+            Some(Delay::Pareto { scale: scale?, shape: shape?, cap: cap? })
         }
         [("uniform", bounds)] => {
             let texts = reader.strings(bounds, "uniform", "two durations, such as [\"5ms\", \"15ms\"]")?;
@@ -125,6 +131,14 @@ pub(super) const SHARE: ProfileUnit = ProfileUnit {
 pub(super) const TIME: ProfileUnit = ProfileUnit {
     expected: "a time such as \"20ms\", or a list such as [\"20ms until 10s\", \"20ms to 5ms until 20s\", \"5ms\"]",
     parse: |text| parse_duration(text).ok().map(Span::as_secs_f64),
+};
+
+/// The largest number of workers.
+pub(super) const MAX_WORKERS: u64 = 1_000_000;
+/// Workers: `20`.
+pub(super) const WORKERS: ProfileUnit = ProfileUnit {
+    expected: "a number from 1 to 1000000, or a list such as [\"40 until 30s\", \"40 to 20 until 40s\", \"20\"]",
+    parse: |text| text.parse().ok().filter(|count| (1..=MAX_WORKERS).contains(count)).map(|count| count as f64),
 };
 
 /// Parses a decimal number from 0 to `max`.

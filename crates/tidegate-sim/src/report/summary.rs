@@ -38,6 +38,16 @@ pub struct RunSummary {
     /// The 99th percentile of successful calls' delays, in seconds.
     #[serde(rename = "p99_delay_seconds")]
     pub p99_delay: Option<f64>,
+    /// The median delay of the calls that succeeded in the measured range, in seconds. The same holds for the next two.
+    #[serde(rename = "measured_median_delay_seconds")]
+    pub measured_p50_delay: Option<f64>,
+    /// The 99th percentile of their delays, in seconds.
+    #[serde(rename = "measured_p99_delay_seconds")]
+    pub measured_p99_delay: Option<f64>,
+    /// The fairness between clients, by their successful calls, from 0 to 1.
+    pub fairness: Option<f64>,
+    /// The share of attempts that ended without success, of those that ended in the measured range; from 0 to 1.
+    pub wasted_share: f64,
     /// The time of the last call's end, in seconds.
     #[serde(rename = "elapsed_seconds")]
     pub elapsed: f64,
@@ -69,6 +79,10 @@ impl RunSummary {
             mean_delay: stats.mean_delay().map(Span::as_secs_f64),
             p50_delay: stats.delay_quantile(0.5).map(Span::as_secs_f64),
             p99_delay: stats.delay_quantile(0.99).map(Span::as_secs_f64),
+            measured_p50_delay: stats.measured.delay_quantile(0.5).map(Span::as_secs_f64),
+            measured_p99_delay: stats.measured.delay_quantile(0.99).map(Span::as_secs_f64),
+            fairness: stats.measured.fairness(),
+            wasted_share: share(stats.measured.wasted, stats.measured.attempts),
             elapsed: stats.last_ended_at.as_secs_f64(),
             busiest: stats.busiest as f64,
             success_share_before: recovery.map(|(before, _)| before),
@@ -96,6 +110,10 @@ impl RunSummary {
             mean_delay: known(|summary| summary.mean_delay),
             p50_delay: known(|summary| summary.p50_delay),
             p99_delay: known(|summary| summary.p99_delay),
+            measured_p50_delay: known(|summary| summary.measured_p50_delay),
+            measured_p99_delay: known(|summary| summary.measured_p99_delay),
+            fairness: known(|summary| summary.fairness),
+            wasted_share: mean(|summary| summary.wasted_share),
             elapsed: mean(|summary| summary.elapsed),
             busiest: mean(|summary| summary.busiest),
             success_share_before: known(|summary| summary.success_share_before),

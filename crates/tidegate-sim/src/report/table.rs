@@ -75,7 +75,7 @@ pub(super) fn load_lines(run: &Run) -> Vec<String> {
 }
 
 /// Formats a time in seconds for a reader; a dash for `None`.
-fn format_seconds(secs: Option<f64>) -> String {
+pub(super) fn format_seconds(secs: Option<f64>) -> String {
     let Some(secs) = secs else { return "–".to_owned() };
     match secs {
         secs if secs < 0.01 => format!("{:.2} ms", secs * 1e3),

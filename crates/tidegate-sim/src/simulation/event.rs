@@ -59,6 +59,12 @@ pub(super) enum SimEvent {
     ReplyArrives(SimRequest, ServiceReply),
     AttemptTimesOut(SimRequest),
     CallResumes(CallId),
+    /// The time for which a call may wait for its controller is over.
+    CallExpires(CallId),
+    /// A controller is asked again, if that is still planned for this moment.
+    AdmissionWakes(usize, Time),
+    /// The number of workers changes.
+    WorkersChange,
     /// The gate renews the permits that are held.
     GateRenewsPermits,
     /// A client's timer fires, if it is still set for this moment.

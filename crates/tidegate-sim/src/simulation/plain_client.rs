@@ -2,7 +2,7 @@
 
 use tidegate_core::backoff::BackoffState;
 use tidegate_core::call::AttemptReport;
-use tidegate_core::{Budget, Class, LocalPacer, Span};
+use tidegate_core::{Budget, Class, LocalPacer, Span, Time};
 
 use crate::random::SimRng;
 use crate::setup::PlainClientSpec;
@@ -22,6 +22,8 @@ pub(super) struct PlainClient<'s> {
 pub(super) struct RetryState {
     attempts: u32,
     backoff: BackoffState,
+    /// The time at which its controller let it pass, and the attempts in flight then.
+    pub(super) admitted: (Time, u32),
 }
 
 impl<'s> PlainClient<'s> {
@@ -36,8 +38,13 @@ impl<'s> PlainClient<'s> {
         self.pacer.as_ref().map_or(Span::ZERO, |pacer| Span::from_duration(pacer.interval()))
     }
 
+    /// Returns the time that is left for a call after this time.
+    pub(super) fn time_left(&self, elapsed: Span) -> Span {
+        self.spec.deadline.map_or(Span::MAX, |deadline| deadline - elapsed)
+    }
+
     /// Counts an attempt as in flight and returns its timeout; `None` if it may not be sent.
-    pub(super) fn start_attempt(&mut self, retry: &mut RetryState) -> Option<Span> {
+    pub(super) fn start_attempt(&mut self, retry: &mut RetryState, time_left: Span) -> Option<Span> {
         if self.spec.in_flight.is_some_and(|max| self.in_flight >= max) {
             return None;
         }
@@ -46,11 +53,17 @@ impl<'s> PlainClient<'s> {
         if let Some(budget) = self.budget.as_ref().filter(|_| retry.attempts == 1) {
             budget.record_first_try();
         }
-        Some(self.spec.timeout.unwrap_or(Span::MAX))
+        // A call that may still be sent has some time.
+        Some(self.spec.timeout.unwrap_or(Span::MAX).min(time_left).max(Span::from_micros(1)))
     }
 
     /// Counts the end of an attempt and returns the wait before the next one; `None` if the call ends.
-    pub(super) fn end_attempt(&mut self, retry: &mut RetryState, report: &AttemptReport) -> Option<Span> {
+    pub(super) fn end_attempt(
+        &mut self,
+        retry: &mut RetryState,
+        report: &AttemptReport,
+        time_left: Span,
+    ) -> Option<Span> {
         self.in_flight -= 1;
         let has_succeeded = report.class == Class::Success;
         match &mut self.pacer {
@@ -64,6 +77,6 @@ impl<'s> PlainClient<'s> {
         }
         let wait = self.spec.backoff.map_or(self.pace_delay(), |backoff| retry.backoff.next(&backoff, &mut self.rng));
         let asked = report.retry_after.filter(|_| self.spec.honours_retry_after).unwrap_or(Span::ZERO);
-        Some(wait.max(asked))
+        Some(wait.max(asked)).filter(|wait| *wait < time_left)
     }
 }

@@ -29,12 +29,20 @@ impl CooldownHistory {
     /// Returns the status for a caller: one of one is used while it is closed.
     pub(super) fn status(&self, cooldown: &Cooldown, now: Time) -> ModelStatus {
         let left = self.as_of(cooldown, now);
-        // After a success, all callers are admitted at once from 100 staggers after the closing's end.
-        let latest =
-            left.closed_until().filter(|_| left.backoff_steps() == 0).map(|until| until + cooldown.stagger.times(100));
+        // After a success, slots become shorter with the time from the closing's end, and all callers are admitted at once
+        // from 100 staggers after it.
+        let proven_since = left.closed_until().filter(|_| left.backoff_steps() == 0);
+        let slot_end = |at: Time| match proven_since {
+            None => at + cooldown.stagger,
+            Some(until) => {
+                let rises = at.since(until).as_micros() / cooldown.stagger.times(20).as_micros().max(1);
+                let slot = Span::from_micros(cooldown.stagger.as_micros() / (1 + rises));
+                (at + slot).min(until + cooldown.stagger.times(100))
+            }
+        };
         let deciding = left.events_since_nobody_waited().iter().rev().find_map(|event| match *event {
             CooldownEvent::Closed { until, .. } => Some(until),
-            CooldownEvent::LetThrough(at) => Some((at + cooldown.stagger).min(latest.unwrap_or(Time::NEVER))),
+            CooldownEvent::LetThrough(at) => Some(slot_end(at)),
             _ => None,
         });
         let free_at = deciding.map_or(now, |free_at| free_at.max(now));

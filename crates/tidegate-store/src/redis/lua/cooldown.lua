@@ -39,6 +39,10 @@ evaluate[COOLDOWN] = function(op, state)
     op.free_at = now
   elseif state.last_event_at < state.opens_at then
     op.free_at = max(state.opens_at, now)
+  elseif state.closings_in_row == 0 then
+    local rises = floor(max(state.last_event_at - state.opens_at, 0) / max(20 * op.stagger, 1))
+    local slot_end = state.last_event_at + floor(op.stagger / (rises + 1))
+    op.free_at = max(min(slot_end, state.opens_at + op.max_release_time, NEVER), now)
   else
     op.free_at = max(min(state.last_event_at + op.stagger, NEVER), now)
   end
