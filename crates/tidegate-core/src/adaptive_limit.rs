@@ -21,6 +21,12 @@ const SAMPLES_PER_WINDOW: u32 = 32;
 const MIN_START_SAMPLES: u32 = 16;
 /// After an evaluation, replies are ignored for this many round trips without load: their calls were sent before it.
 const SKIPPED_ROUND_TRIPS: u64 = 2;
+/// The evaluations in a row that raise the limit by an eighth, before others raise it by a third.
+const FIRST_RAISES: u32 = 3;
+/// The refusals, less the other replies, that prove that the provider refuses calls beyond a number in flight.
+const REFUSALS: u32 = 4;
+/// The time before a limit that the provider has refused is tried again, by a few calls.
+const REFUSED_TIME: Span = Span::from_secs(5);
 /// The age of the round trip without load at which the limit is halved for a window to measure it again.
 const MAX_BASELINE_AGE: Span = Span::from_secs(30);
 
@@ -59,7 +65,7 @@ pub enum AdaptiveLimitError {
 /// (throttled, timed out or transient otherwise) counts as one that took twice the round trip without load. If at least
 /// half of the calls were sent with more than half of the limit in flight, the average round trip decides:
 ///
-/// - Up to 5/4 of the round trip without load, the limit rises by an eighth, unless more than an eighth of the calls
+/// - Up to 5/4 of the round trip without load, the limit rises by an eighth, or by a third after three times, unless more than an eighth of the calls
 ///   failed, or most were sent with at most three quarters of the limit in flight.
 /// - At 4/3 or more, the limit falls to the value that would leave no queue, plus a fifth.
 /// - Between these, the provider is well used and its queue is normal: the limit stays.
@@ -69,6 +75,9 @@ pub enum AdaptiveLimitError {
 /// limits have shown it. Less than 8/7 of it doubles the limit. Up to 4/3, the limit rises once to the number of calls at
 /// which the ratio would be 4/3, by at most three quarters, and then by an eighth each time. The first window with 4/3 or more, or
 /// with many failures, ends the start. TCP's slow start in RFC 9406 (HyStart++) also slows down before it ends.
+///
+/// If a provider answers calls beyond a number in flight with quick errors, the limit falls below that number at once. It is
+/// tried again after 5 s, by one call more, then two, then four.
 ///
 /// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. An average
 /// under load that is shorter by a quarter replaces it, too: the provider has become faster, or other clients have
@@ -95,6 +104,20 @@ pub struct AdaptiveLimit {
     baseline_cap: u32,
     evaluated_at: Time,
     window: SampleWindow,
+    /// The quick failures of calls that were sent with a nearly full limit, less the other replies.
+    refusals: u32,
+    ceiling: Option<Ceiling>,
+    /// The evaluations in a row that raised the limit.
+    raises: u32,
+}
+
+/// The number of calls beyond which the provider refused some.
+#[derive(Clone, Copy, Debug)]
+struct Ceiling {
+    limit: u32,
+    refused_at: Time,
+    /// The calls by which it is raised next.
+    step: u32,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -169,6 +192,9 @@ impl AdaptiveLimit {
             baseline_cap: spec.initial,
             evaluated_at: Time::ZERO,
             window: SampleWindow::default(),
+            refusals: 0,
+            ceiling: None,
+            raises: 0,
         })
     }
 
@@ -197,13 +223,17 @@ impl AdaptiveLimit {
         let skip_time = self
             .unloaded_round_trip
             .map_or(Span::ZERO, |unloaded| unloaded.times(SKIPPED_ROUND_TRIPS).min(MAX_BASELINE_AGE));
+        let is_full = u64::from(in_flight) * 4 > u64::from(self.cap) * 3;
+        if is_full {
+            let is_quick = self.unloaded_round_trip.is_some_and(|unloaded| round_trip.times(2) < unloaded);
+            self.note_refusal(failed && is_quick, in_flight, now);
+        }
         // A limit that has only risen leaves no queue behind, so that calls sent under it tell of it at once.
         let is_old = if self.start.is_some() && !failed { age < round_trip } else { age < skip_time };
         if is_old {
             return;
         }
         let window = &mut self.window;
-        let is_full = u64::from(in_flight) * 4 > u64::from(self.cap) * 3;
         if self.start.is_some() && !is_full {
             if in_flight <= self.cap / 2 && !failed {
                 window.few += 1;
@@ -306,12 +336,41 @@ impl AdaptiveLimit {
         let early = average * 4 <= unloaded * 5 && failed * 8 <= samples && full * 2 >= samples;
         self.was_lowered = late;
         if early {
-            self.cap = self.cap.saturating_add((self.cap / 8).max(1)).min(self.spec.max);
+            // A provider that has become much larger is reached in a few steps more.
+            let part = if self.raises < FIRST_RAISES { 8 } else { 3 };
+            let raised = self.cap.saturating_add((self.cap / part).max(1));
+            self.cap = self.allowed_by_ceiling(raised, now).min(self.spec.max);
         }
+        self.raises = if early { self.raises.saturating_add(1) } else { 0 };
         // Two reductions remove a queue. If replies are still late, the provider itself is slower.
         let lowering_did_not_help = lowered_before && late;
         let stale = self.baseline_at.is_none_or(|at| at > now || now.since(at) >= MAX_BASELINE_AGE);
         self.is_draining = (lowering_did_not_help || stale) && self.cap > self.spec.min;
+    }
+
+    /// Lowers the limit at once if a provider refuses what comes beyond a number of calls. Its refusals are quick, so that the
+    /// calls behind them would be refused by the hundred until the next evaluation.
+    fn note_refusal(&mut self, is_refusal: bool, in_flight: u32, now: Time) {
+        if !is_refusal {
+            self.refusals = self.refusals.saturating_sub(1);
+            return;
+        }
+        self.refusals = (self.refusals + 1).min(REFUSALS);
+        if self.refusals == REFUSALS && in_flight <= self.cap {
+            self.cap = in_flight.saturating_sub(1).max(self.spec.min);
+            self.start = None;
+            self.ceiling = Some(Ceiling { limit: self.cap, refused_at: now, step: 1 });
+        }
+    }
+
+    /// Returns as much of a raised limit as the ceiling allows. It rises by steps that double.
+    fn allowed_by_ceiling(&mut self, raised: u32, now: Time) -> u32 {
+        let Some(ceiling) = self.ceiling.as_mut().filter(|ceiling| raised > ceiling.limit) else { return raised };
+        if now.since(ceiling.refused_at) >= REFUSED_TIME {
+            ceiling.limit = ceiling.limit.saturating_add(ceiling.step);
+            (ceiling.refused_at, ceiling.step) = (now, ceiling.step.saturating_mul(2));
+        }
+        raised.min(ceiling.limit)
     }
 
     /// Lowers the limit to the value that would leave no queue, plus a fifth.

@@ -230,6 +230,19 @@ impl Breaker {
 
     /// Records the result of a call that took `elapsed`. A probe counts even after its lease. Only opening uses `rng`.
     pub fn report(&mut self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
+        self.report_beside(permit, (class, elapsed), 0, now, rng);
+    }
+
+    /// Does the same as [`Breaker::report`] while so many `others` are in flight. Consecutive failures open it if they are at
+    /// least as many: among a hundred calls, five quick failures in a row aren't an outage.
+    pub fn report_beside(
+        &mut self,
+        permit: BreakerPermit,
+        (class, elapsed): (Class, Span),
+        others: u32,
+        now: Time,
+        rng: &mut impl Rng,
+    ) {
         if permit.generation != self.generation {
             return;
         }
@@ -254,7 +267,7 @@ impl Breaker {
                 if let Some(calls) = &mut self.call_window {
                     calls.record(failed, slow, now);
                 }
-                self.should_open()
+                self.should_open(others)
             }
             BreakerPhase::Open { .. } => false,
         };
@@ -294,9 +307,9 @@ impl Breaker {
         clean.then_some(self.generation)
     }
 
-    fn should_open(&self) -> bool {
+    fn should_open(&self, others: u32) -> bool {
         let spec = &self.spec;
-        if spec.failures.is_some_and(|most| self.failures >= most) {
+        if spec.failures.is_some_and(|most| self.failures >= most.max(others)) {
             return true;
         }
         let Some(sum) = self.call_window.as_ref().map(CallWindow::totals) else { return false };

@@ -3,18 +3,16 @@
 mod administration;
 mod next;
 mod observation;
+mod reservations;
 mod throttle;
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use tidegate_core::decision::{decide, move_to_shared_keys};
+use tidegate_core::decision::move_to_shared_keys;
 use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
-use tidegate_policy::{
-    KeyError, KeySeed, MatchedActions, Plan, Policy, Query, ReservationToken, TIDEGATE_RESERVATION, UncountableError,
-    UnknownActionError,
-};
+use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
@@ -302,31 +300,6 @@ impl<S: Store, C: Clock> Gate<S, C> {
             self.present_reservation(batch, query);
         }
         Ok(())
-    }
-
-    /// Adds the reservation that the caller presents. One that no gate of this store has given to it for a limit of the batch
-    /// admits nothing.
-    #[cold]
-    fn present_reservation(&self, batch: &mut Batch, query: &Query<'_>) {
-        let in_headers = || query.headers?.get(TIDEGATE_RESERVATION)?.to_str().ok();
-        let Some(text) = query.reservation.or_else(in_headers) else { return };
-        let (limits, caller) = (self.0.plan.limits(), batch.context().caller);
-        let instant = text.parse::<ReservationToken>().ok().and_then(|token| {
-            batch.ops().iter().find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
-        });
-        batch.set_caller(caller, instant.unwrap_or(Time::NEVER));
-    }
-
-    /// The decision of these outcomes, with a signature of the reservation that it gives.
-    #[inline]
-    fn decide_and_sign(&self, batch: &Batch, outcomes: &Outcomes) -> Decision {
-        let GateInner { plan, seed, .. } = &*self.0;
-        let mut decision = decide(batch, plan.limits(), outcomes);
-        if let (Some(reservation), Some(limit)) = (&mut decision.reservation, decision.bound_by) {
-            let (tag, caller) = (plan.limits().tag(limit), batch.context().caller);
-            reservation.signature = seed.reservation_signature(tag, decision.key, caller, reservation.at);
-        }
-        decision
     }
 
     /// The decision for a client that is on a list.

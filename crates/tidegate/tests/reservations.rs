@@ -75,8 +75,8 @@ fn other_limits_outrank_a_reservation() {
 #[test]
 fn a_restarted_gate_knows_no_reservation() {
     let (before, _) = gate(SHARED);
-    let refused = (0..3).map(|number| Caller(&before).call(&format!("192.0.2.{number}"), None)).last().unwrap();
-    let reservation = refused.reservation.unwrap();
+    let refused = [0, 1, 2].map(|number| Caller(&before).call(&format!("192.0.2.{number}"), None));
+    let reservation = refused[2].reservation.clone().unwrap();
     let (after, clock) = gate(SHARED);
     let caller = Caller(&after);
     assert!(caller.call("192.0.2.8", None).allowed && caller.call("192.0.2.9", None).allowed);

@@ -127,7 +127,8 @@ impl Call {
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }
-        state.breaker.report(sent.permit, reply.class, elapsed, now, rng);
+        let others = state.lanes.total_in_flight().saturating_sub(1);
+        state.breaker.report_beside(sent.permit, (reply.class, elapsed), others, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
         if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use tidegate::Clock as _;
+use tidegate::clock::SystemClock;
 use tokio::net::TcpListener;
 
 use crate::common::{Answer, Api, FREE, get, provider, request, running};
@@ -109,7 +111,7 @@ async fn a_refused_connection_is_retried_for_any_method() {
 async fn a_reservation_is_presented_once_at_its_instant() {
     let api = Api::start(|number, _| match number {
         0 => {
-            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis();
+            let now = SystemClock::new().now().as_micros() / 1000;
             Answer::new(429, "later")
                 .with("retry-after", "1")
                 .with("tidegate-reservation", format!("rabc;at={}", now + 300))

@@ -1,10 +1,12 @@
 //! The encoding of a batch as a script's keys and argument, and the decoding of the script's answer into outcomes.
 
+mod reservations;
+
 use std::time::Duration;
 
 use arrayvec::ArrayVec;
 use redis::Cmd;
-use tidegate_core::batch::{self, BatchContext, BatchStates, MAX_OPS, OpContext};
+use tidegate_core::batch::{self, BatchContext, MAX_OPS};
 use tidegate_core::concurrency::{PermitLease, Permits};
 use tidegate_core::cooldown::CooldownGate;
 use tidegate_core::pacer::{PacerGrowth, PacerMode, PacerState};
@@ -14,10 +16,10 @@ use tidegate_core::rate::ArrivalTime;
 use tidegate_core::state::Usage;
 use tidegate_core::window::{WindowLog, WindowSlot};
 use tidegate_core::{
-    Batch, KeyState, Limit, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, PenaltyMode, Quota, ReservationRules,
-    Span, Time, Verb, Verdict,
+    Batch, KeyState, Limit, LimitKind, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, Time, Verb,
 };
 
+use self::reservations::DecodedStates;
 use super::keys::KeyNames;
 use super::script::{HEADER_BYTES, MAX_EXACT_INTEGER, kind_number, verb_number};
 use crate::TimeSource;
@@ -224,27 +226,6 @@ impl BatchCodec<'_> {
         buffer
     }
 
-    fn encode_reservation_rules(
-        &self,
-        op: &Op,
-        kind: &LimitKind,
-        rules: &ReservationRules,
-        buffer: &mut ArgumentBuffer,
-    ) {
-        let BatchContext { caller, reservation, .. } = self.batch.context();
-        let (part, spacing) = match kind {
-            LimitKind::Rate(rate) => (rules.spacing(rate, op.cost).as_micros(), rules.spacing(rate, 1).as_micros()),
-            kind => (rules.part_of(kind.capacity()), 0),
-        };
-        buffer.push_span(rules.horizon());
-        buffer.push_number(part);
-        buffer.push_number(spacing);
-        buffer.push_span(rules.grace());
-        buffer.push_number(u64::from(rules.is_kept()));
-        buffer.push_bytes(&caller.to_le_bytes());
-        buffer.push_number(reservation.as_micros());
-    }
-
     /// Writes the fields of a limit that the operation needs.
     fn encode_limit(&self, op: &Op, limit: &Limit, cost: u64, expected_now: Time, buffer: &mut ArgumentBuffer) {
         if let Verb::TakeByTerms { gives_back, tolerance } = op.verb {
@@ -400,80 +381,6 @@ impl BatchCodec<'_> {
     }
 }
 
-/// The script's answer about a limit with reservations.
-#[derive(Clone, Copy)]
-struct ReservationAnswer {
-    /// True if a call without a reservation has room.
-    walk_in_fits: bool,
-    is_admitted: bool,
-    retry_at: Time,
-    reserved_at: Time,
-    /// The part that is kept for others.
-    held: u64,
-    reserved_until: Time,
-    /// The instant that this call was given.
-    assigned_at: Time,
-}
-
-/// The states that a script returned, and its answers about limits with reservations.
-#[derive(Default)]
-struct DecodedStates {
-    plain: ArrayVec<KeyState, MAX_OPS>,
-    answers: ArrayVec<Option<ReservationAnswer>, MAX_OPS>,
-}
-
-impl BatchStates for DecodedStates {
-    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome {
-        let Some(answer) = self.answers[index] else { return self.plain.evaluate(index, context) };
-        let plain = context.limit.without_reservations();
-        let mut outcome = self.plain.evaluate(index, &OpContext { limit: &plain, ..*context });
-        outcome.used = outcome.used.saturating_add(answer.held);
-        if answer.held > 0 {
-            outcome.remaining = outcome.limit.saturating_sub(outcome.used);
-        } else if !answer.walk_in_fits {
-            outcome.remaining = outcome.remaining.min(context.op.cost.saturating_sub(1));
-        }
-        outcome.verdict = if answer.is_admitted { Verdict::Admitted } else { Verdict::Refused };
-        (outcome.retry_at, outcome.reserved_at) = (answer.retry_at, answer.reserved_at);
-        outcome
-    }
-
-    fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
-        let Some(answer) = self.answers[index] else { return self.plain.charge(index, context, outcome) };
-        let plain = context.limit.without_reservations();
-        let before = *outcome;
-        let is_counted = answer.reserved_at == Time::ZERO || matches!(plain.kind(), LimitKind::Quota(_));
-        // What is reserved counts as used before.
-        let op = Op { cost: if is_counted { context.op.cost } else { 0 }, ..*context.op };
-        self.plain.charge(index, &OpContext { op: &op, limit: &plain, ..*context }, outcome);
-        if answer.reserved_at > Time::ZERO {
-            (outcome.used, outcome.remaining) = (before.used, before.remaining);
-        }
-        outcome.reset_at = outcome.reset_at.max(answer.reserved_until).max(context.now);
-    }
-
-    fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
-        match self.answers[index] {
-            Some(answer) if answer.assigned_at > Time::ZERO => {
-                outcome.retry_at = answer.assigned_at;
-                let is_kept = context.limit.reservations().is_some_and(|rules| rules.is_kept());
-                outcome.reserved_at = if is_kept { answer.assigned_at } else { Time::ZERO };
-                outcome.reset_at = outcome.reset_at.max(answer.assigned_at);
-            }
-            Some(_) => {}
-            None => self.plain.strike(index, context, outcome),
-        }
-    }
-
-    fn modify(&mut self, index: usize, context: &OpContext<'_>, create: bool, change: &mut dyn FnMut(&mut KeyState)) {
-        self.plain.modify(index, context, create, change);
-    }
-
-    fn reset(&mut self, index: usize, op: &Op) {
-        self.plain.reset(index, op);
-    }
-}
-
 /// The bounds of three periods of a quota: the one before a time, the one around it, and the next.
 fn period_bounds(quota: &Quota, now: Time) -> [Time; 4] {
     let current = quota.period(now);
@@ -509,18 +416,6 @@ impl ResponseDecoder<'_> {
 
     fn time(&mut self) -> Option<Time> {
         self.number().map(Time::from_micros)
-    }
-
-    fn reservation_answer(&mut self) -> Option<ReservationAnswer> {
-        Some(ReservationAnswer {
-            walk_in_fits: self.number()? == 1,
-            is_admitted: self.number()? == 1,
-            retry_at: self.time()?,
-            reserved_at: self.time()?,
-            held: self.number()?,
-            reserved_until: self.time()?,
-            assigned_at: self.time()?,
-        })
     }
 
     /// Rebuilds a log with the same outcomes: the slots that become free together, and the rest at the newest time.

@@ -1,0 +1,35 @@
+//! Reservations that callers present, and the signatures of those that they get.
+
+use tidegate_core::decision::decide;
+use tidegate_core::{Batch, Clock, Decision, Outcomes, Time};
+use tidegate_policy::{Query, ReservationToken, TIDEGATE_RESERVATION};
+use tidegate_store::Store;
+
+use super::{Gate, GateInner};
+
+impl<S: Store, C: Clock> Gate<S, C> {
+    /// Adds the reservation that the caller presents. One that no gate of this store has given to it for a limit of the batch
+    /// admits nothing.
+    #[cold]
+    pub(super) fn present_reservation(&self, batch: &mut Batch, query: &Query<'_>) {
+        let in_headers = || query.headers?.get(TIDEGATE_RESERVATION)?.to_str().ok();
+        let Some(text) = query.reservation.or_else(in_headers) else { return };
+        let (limits, caller) = (self.0.plan.limits(), batch.context().caller);
+        let instant = text.parse::<ReservationToken>().ok().and_then(|token| {
+            batch.ops().iter().find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
+        });
+        batch.set_caller(caller, instant.unwrap_or(Time::NEVER));
+    }
+
+    /// The decision of these outcomes, with a signature of the reservation that it gives.
+    #[inline]
+    pub(super) fn decide_and_sign(&self, batch: &Batch, outcomes: &Outcomes) -> Decision {
+        let GateInner { plan, seed, .. } = &*self.0;
+        let mut decision = decide(batch, plan.limits(), outcomes);
+        if let (Some(reservation), Some(limit)) = (&mut decision.reservation, decision.bound_by) {
+            let (tag, caller) = (plan.limits().tag(limit), batch.context().caller);
+            reservation.signature = seed.reservation_signature(tag, decision.key, caller, reservation.at);
+        }
+        decision
+    }
+}
