@@ -197,6 +197,43 @@ impl PenaltyOptions {
     }
 }
 
+/// The options of a limit that gives reservations to refused callers.
+#[derive(Clone, Debug, Default)]
+#[must_use]
+pub struct ReservationOptions(Vec<(&'static str, String)>);
+
+impl ReservationOptions {
+    /// The defaults: 30 s ahead, half of the limit, callers told apart by their addresses.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The longest time ahead for which a reservation is given: `"30s"`.
+    pub fn horizon(self, span: &str) -> Self {
+        self.with_entry("horizon", toml_string(span))
+    }
+
+    /// The share of the limit that may be kept for reservations, from 0.001 to 1.
+    pub fn share(self, share: f64) -> Self {
+        self.with_entry("share", share.to_string())
+    }
+
+    /// The time after its instant for which a reservation is kept: `"1s"`.
+    pub fn grace(self, span: &str) -> Self {
+        self.with_entry("grace", toml_string(span))
+    }
+
+    /// The parts of requests that tell one caller from another, such as `["key"]`; see [`KeyPart`](crate::KeyPart).
+    pub fn by(self, parts: impl IntoStrings) -> Self {
+        self.with_entry("by", toml_strings(parts))
+    }
+
+    fn with_entry(mut self, key: &'static str, value: String) -> Self {
+        self.0.push((key, value));
+        self
+    }
+}
+
 /// One limit: of [`PolicyBuilder::global`], or of an action that has several limits with keys of their own.
 #[derive(Clone, Debug, Default)]
 #[must_use]
@@ -246,6 +283,16 @@ impl LimitSpec {
     /// Sets a penalty with blocks of this fixed length.
     pub fn ban(self, length: &str) -> Self {
         self.with_entry("ban", toml_string(length))
+    }
+
+    /// Gives reservations to refused callers. For limits that callers share.
+    pub fn reserve(self, options: ReservationOptions) -> Self {
+        self.with_entry("reserve", toml_table(&options.0))
+    }
+
+    /// Tells refused callers instants one after the other, at most `horizon` ahead: `"30s"`.
+    pub fn spread(self, horizon: &str) -> Self {
+        self.with_entry("spread", toml_string(horizon))
     }
 
     /// Counts calls that other limits refuse too. Calls that this limit itself refuses never count.
@@ -314,6 +361,16 @@ impl ActionSpec {
     /// Sets a penalty with blocks of this fixed length.
     pub fn ban(self, length: &str) -> Self {
         self.map_limit(|limit| limit.ban(length))
+    }
+
+    /// Gives reservations to refused callers. For limits that callers share.
+    pub fn reserve(self, options: ReservationOptions) -> Self {
+        self.map_limit(|limit| limit.reserve(options))
+    }
+
+    /// Tells refused callers instants one after the other, at most `horizon` ahead: `"30s"`.
+    pub fn spread(self, horizon: &str) -> Self {
+        self.map_limit(|limit| limit.spread(horizon))
     }
 
     /// Counts calls that other limits refuse too. Calls that this limit itself refuses never count.
@@ -432,6 +489,13 @@ mod tests {
                     .shadow(),
             )
             .action("otp", ActionSpec::preset("otp_request").ban("5m"))
+            .action(
+                "shared",
+                ActionSpec::new("10/s burst 10")
+                    .key("action")
+                    .reserve(ReservationOptions::new().horizon("20s").share(1.0).grace("500ms").by(["key"])),
+            )
+            .action("spread", ActionSpec::new("5 per 60s").key("action").spread("10s"))
             .action("mixed", ActionSpec::limits([LimitSpec::new("1/s").name("a"), "5 per 60s".into()]))
             .deny("192.0.2.0/24");
         let text = built.to_toml();
@@ -441,7 +505,7 @@ mod tests {
         assert_eq!(built.inbound().timeouts.connect.as_secs(), 2);
         assert!(built.inbound().x_ratelimit);
         let names: Vec<&str> = built.plan().limits().iter().map(|(id, _)| built.plan().limit_info(id).name()).collect();
-        assert_eq!(names, ["global", "login.1", "login.2", "otp", "mixed.a", "mixed.2"]);
+        assert_eq!(names, ["global", "login.1", "login.2", "otp", "shared", "spread", "mixed.a", "mixed.2"]);
     }
 
     #[test]

@@ -73,7 +73,9 @@ pub mod store;
 mod units;
 
 pub use address::{ListStatus, Networks, canonical_ip};
-pub use builder::{ActionSpec, AlertSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
+pub use builder::{
+    ActionSpec, AlertSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec, ReservationOptions,
+};
 pub use edit::{EditedLimit, LimitTermsError};
 pub use error::{Error, ErrorLocation, Errors, Note};
 pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
