@@ -15,7 +15,7 @@ mod tests {
 
     use serde::Serialize;
     use serde_json::{Value, json};
-    use tidegate::{DecisionReport, Explanation, LimitReport, PermitId, ResetReport};
+    use tidegate::{DecisionReport, Explanation, LimitReport, PermitId, ReservationReport, ResetReport};
     use tidegate_core::{MAX_COST, Reason};
 
     use super::DOCUMENT;
@@ -80,7 +80,14 @@ mod tests {
             "backoff_seconds": null, "next_allowed_at": null, "bound_by": null, "reason": "ok", "source": null,
         });
         let emptiest: DecisionReport = serde_json::from_value(decision).expect("a decision");
-        let fullest = DecisionReport { shadow: true, permit: Some(PermitId::new(1)), ..emptiest.clone() };
+        let fullest = DecisionReport {
+            shadow: true,
+            permit: Some(PermitId::new(1)),
+            reservation: Some(ReservationReport { token: "r".to_owned(), at: 1 }),
+            by_reservation: true,
+            unknown_reservation: true,
+            ..emptiest.clone()
+        };
         assert_describes("Decision", &fullest, &emptiest);
         let limit = json!({
             "name": "a", "source": "action", "words": "", "key": [], "limit": 1, "used": 0, "remaining": 1,
