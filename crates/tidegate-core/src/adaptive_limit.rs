@@ -432,7 +432,7 @@ impl AdaptiveLimit {
         };
         self.cap = self.cap.saturating_add(step).min(self.spec.max);
         self.start = Some(start);
-        // What comes next is compared with the round trip at half of the new limit.
+        // The next window is compared with the round trip at half of the new limit.
         (self.unloaded_round_trip, self.baseline_cap) = (start.round_trip_at(self.cap / 2), self.cap);
     }
 

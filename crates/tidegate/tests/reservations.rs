@@ -95,7 +95,7 @@ fn forged_tokens_admit_nothing() {
     let reservation = caller.call("192.0.2.3", None).reservation.unwrap();
     let genuine: ReservationToken = reservation.token.parse().unwrap();
     let mut random = RandomSource::from_seed(run_seed());
-    // Another caller, with room for nobody until the first one has come or is late.
+    // Another caller: there is no room until the first one has come or is late.
     clock.advance(Span::from_millis(500));
     for number in 0..100_000 {
         let (at, signature) = (reservation.token.split_at(14).0, random.next_u64());

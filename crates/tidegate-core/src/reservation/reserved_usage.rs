@@ -257,7 +257,7 @@ impl ReservedUsage {
             _ => {}
         }
         match (used, limit.kind()) {
-            // What is reserved counts as used before.
+            // A reservation counts as used before.
             (Some(index), LimitKind::Window(_)) => self.queue.reservations[index].caller = 0,
             (Some(index), _) => drop(self.queue.reservations.remove(index)),
             (None, _) => outcome.record_charge(op.cost),

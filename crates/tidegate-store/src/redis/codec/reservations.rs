@@ -86,7 +86,7 @@ impl BatchStates for DecodedStates {
         let plain = context.limit.without_reservations();
         let before = *outcome;
         let is_counted = answer.reserved_at == Time::ZERO || matches!(plain.kind(), LimitKind::Quota(_));
-        // What is reserved counts as used before.
+        // A reservation counts as used before.
         let op = Op { cost: if is_counted { context.op.cost } else { 0 }, ..*context.op };
         self.plain.charge(index, &OpContext { op: &op, limit: &plain, ..*context }, outcome);
         if answer.reserved_at > Time::ZERO {
