@@ -16,6 +16,8 @@ use crate::{Class, Span, Time};
 /// A shorter round trip counts as this long. CoDel accepts a standing queue of this length (RFC 8289): a delay of 5 ms
 /// has no visible effect, and holding calls back for less costs more than it gains.
 const MIN_ROUND_TRIP: Span = Span::from_millis(5);
+/// The longest round trip that a limit continues from.
+const MAX_LEARNT_ROUND_TRIP: Span = Span::from_secs(60);
 const SAMPLES_PER_WINDOW: u32 = 32;
 /// The least replies in a window of the start.
 const MIN_START_SAMPLES: u32 = 16;
@@ -280,7 +282,7 @@ impl AdaptiveLimit {
     /// Continues from what another limit has [learnt](Self::learnt), instead of a start.
     pub fn resume(&mut self, (cap, round_trip): (u32, Span), now: Time) {
         (self.cap, self.start) = (cap.clamp(self.spec.min, self.spec.max), None);
-        self.unloaded_round_trip = Some(round_trip.max(MIN_ROUND_TRIP));
+        self.unloaded_round_trip = Some(round_trip.clamp(MIN_ROUND_TRIP, MAX_LEARNT_ROUND_TRIP));
         (self.baseline_at, self.baseline_cap, self.evaluated_at) = (Some(now), self.cap, now);
         self.window = SampleWindow::default();
     }

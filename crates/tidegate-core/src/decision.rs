@@ -191,7 +191,8 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.blocked = decision.backoff.is_some();
         decision.reservation = reservation_at(outcome.reserved_at);
         let presented = batch.context().reservation;
-        decision.is_reservation_unknown = presented > Time::ZERO && presented != outcome.reserved_at;
+        let is_known = outcomes.list().iter().any(|outcome| outcome.reserved_at == presented);
+        decision.is_reservation_unknown = presented > Time::ZERO && !is_known;
         decision.retry_after = (!outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now));
         if decision.blocked {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);

@@ -7,7 +7,8 @@
 //!
 //! - A rate is charged for a reservation at its instant. Until the caller returns, the charge keeps its part of the burst
 //!   from being used by others. A call without a reservation passes if it also leaves room for the next one. Then all
-//!   later ones have room, because they are at least as far apart as the rate's calls.
+//!   later ones have room, because they are at least as far apart as the rate's calls, and because no more of them wait
+//!   for their callers than the burst can hold.
 //! - In a window, a reservation counts as made at the end of its grace. The share of the limit bounds how many of them the
 //!   window holds. Calls without one have the rest, or more as long as fewer are reserved.
 //! - A quota keeps the room of reservations in the period of their instants.
@@ -20,7 +21,6 @@ pub use reserved_usage::ReservedUsage;
 use thiserror::Error;
 
 use crate::quota::Period;
-use crate::time::MAX_CLOCK_LAG;
 use crate::{PER_MILLE, Rate, Span, Time};
 
 /// The largest number of reservations and forfeits of one key. At the bound, refused callers get no reservation.
@@ -28,6 +28,8 @@ pub const MAX_RECORDS: usize = 1024;
 /// The number of horizons from the instant of a reservation that was forfeited to the caller's next one. At least ten follow
 /// the grace, and the reservations of callers that never come are set aside in at most one of eleven.
 pub const FORFEIT_HORIZONS: u64 = 11;
+/// The time after the grace in which a caller may come without being barred: it may know only whole seconds of waiting.
+pub const LATENESS: Span = Span::from_secs(1);
 /// The longest horizon.
 pub const MAX_HORIZON: Span = Span::from_secs(3_600);
 
@@ -124,6 +126,8 @@ impl ReservationRules {
 pub struct Reservation {
     /// The instant from which the caller is admitted.
     pub at: Time,
+    /// The end of the grace. No time is kept after `at` if callers are only told different instants.
+    pub ends_at: Time,
     /// The caller's [key](crate::batch::BatchContext::caller). 0 once it has returned: a window still counts its call.
     pub caller: u64,
     /// The cost that is set aside.
@@ -142,7 +146,7 @@ pub struct Forfeit {
 /// The reservations of one key, and the callers that forfeited theirs.
 #[derive(Clone, Debug, Default)]
 pub struct ReservationQueue {
-    /// In the order of their instants.
+    /// In the order of their instants and of their ends.
     pub reservations: Vec<Reservation>,
     /// In the order of their ends.
     pub forfeits: Vec<Forfeit>,
@@ -162,20 +166,26 @@ impl ReservationQueue {
         self.reservations.iter().position(|reservation| reservation.caller == caller)
     }
 
-    fn is_barred(&self, caller: u64) -> bool {
-        self.forfeits.iter().any(|forfeit| forfeit.caller == caller)
+    fn is_barred(&self, rules: &ReservationRules, caller: u64, now: Time) -> bool {
+        let is_over = |until: Time| until + rules.grace + LATENESS <= now + rules.forfeit_time();
+        self.forfeits.iter().any(|forfeit| forfeit.caller == caller && is_over(forfeit.until))
     }
 
     fn has_record_room(&self) -> bool {
         self.reservations.len() + self.forfeits.len() < MAX_RECORDS
     }
 
-    /// Forgets reservations and forfeits of a clock that was set back.
+    /// Forgets reservations of rules that keep room if these don't, and the other way round. Forgets what is more
+    /// than two horizons ahead, because the clock was set back or the horizon became shorter.
     fn refresh(&mut self, rules: &ReservationRules, now: Time) {
-        let latest = now + rules.horizon + MAX_CLOCK_LAG;
-        if self.charged_until > now + MAX_CLOCK_LAG || self.last_at > latest {
+        if self.reservations.first().is_some_and(|first| (first.ends_at > first.at) != rules.is_kept) {
             self.reservations.clear();
-            (self.charged_until, self.last_at) = (now, now);
+        }
+        let latest = now + rules.horizon.times(2);
+        if self.last_at > latest {
+            self.reservations.truncate(self.reservations.partition_point(|reservation| reservation.at <= latest));
+            self.last_at = self.reservations.last().map_or(now, |last| last.at);
+            self.charged_until = self.charged_until.min(self.last_at);
         }
         let latest = latest + rules.forfeit_time();
         if self.forfeits.last().is_some_and(|forfeit| forfeit.until > latest) {
@@ -185,20 +195,31 @@ impl ReservationQueue {
         self.forfeits.drain(..ended);
     }
 
+    /// Adds a reservation for a caller that isn't barred.
+    fn add(&mut self, rules: &ReservationRules, at: Time, caller: u64, cost: u64) {
+        let ends_at = if rules.is_kept { at + rules.grace } else { at };
+        let ends_at = self.reservations.last().map_or(ends_at, |last| last.ends_at.max(ends_at));
+        self.reservations.push(Reservation { at, ends_at, caller, cost });
+        self.forfeits.retain(|forfeit| forfeit.caller != caller);
+        self.last_at = at;
+    }
+
     /// Removes the reservation at this index, whose grace has ended.
     fn forfeit(&mut self, index: usize, rules: &ReservationRules) {
-        let Reservation { at, caller, .. } = self.reservations.remove(index);
-        self.forfeits.push(Forfeit { until: at + rules.forfeit_time(), caller });
+        let Reservation { at, ends_at, caller, .. } = self.reservations.remove(index);
+        if ends_at > at {
+            self.forfeits.push(Forfeit { until: at + rules.forfeit_time(), caller });
+        }
     }
 
     /// Removes what has ended by now, up to `counted` after the grace for the calls that still count.
     fn remove_ended(&mut self, rules: &ReservationRules, counted: Span, now: Time) {
         let mut index = 0;
-        while let Some(&Reservation { at, caller, .. }) = self.reservations.get(index)
-            && at + rules.grace <= now
+        while let Some(&Reservation { ends_at, caller, .. }) = self.reservations.get(index)
+            && ends_at <= now
         {
             match caller {
-                0 if at + rules.grace + counted > now => index += 1,
+                0 if ends_at + counted > now => index += 1,
                 0 => drop(self.reservations.remove(index)),
                 _ => self.forfeit(index, rules),
             }
@@ -210,11 +231,29 @@ impl ReservationQueue {
         total_cost(self.reservations.iter().take_while(|reservation| reservation.at <= self.charged_until))
     }
 
-    /// The cost of the reservations that may be used in this period, up to `grace` after their instants.
-    fn cost_in(&self, period: Period, grace: Span) -> u64 {
-        let is_within =
-            |reservation: &&Reservation| reservation.at < period.end && reservation.at + grace > period.start;
+    /// The cost of the reservations that may be used in this period.
+    fn cost_in(&self, period: Period) -> u64 {
+        let is_within = |reservation: &&Reservation| reservation.at < period.end && reservation.ends_at > period.start;
         total_cost(self.reservations.iter().filter(is_within))
+    }
+
+    /// The cost that calls without a reservation leave free in a window: of all reservations, but not above `part`, unless
+    /// more of them may be used within one window because they were given by other rules.
+    fn cost_in_window(&self, part: u64, window: Span) -> u64 {
+        let total = total_cost(&self.reservations);
+        if total <= part {
+            return total;
+        }
+        let (mut next, mut together, mut most) = (0, 0, part);
+        for first in &self.reservations {
+            while let Some(later) = self.reservations.get(next).filter(|later| later.at < first.ends_at + window) {
+                together += later.cost;
+                next += 1;
+            }
+            most = most.max(together);
+            together -= first.cost;
+        }
+        most.min(total)
     }
 
     fn upcoming(&self, now: Time) -> Option<&Reservation> {

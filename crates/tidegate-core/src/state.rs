@@ -209,6 +209,13 @@ impl KeyState {
         }
     }
 
+    /// Keeps the usage alone, for a limit that gives no reservations any more.
+    fn forget_reservations(&mut self) {
+        if let Usage::Reserved(reserved) = &mut self.usage {
+            self.usage = core::mem::take(&mut reserved.usage);
+        }
+    }
+
     /// Evaluates a call, including the penalty.
     pub fn evaluate(&mut self, context: &OpContext<'_>) -> Outcome {
         let &OpContext { op, limit, batch, now } = context;
@@ -216,9 +223,7 @@ impl KeyState {
         if let Some(rules) = limit.reservations() {
             return self.reserved().evaluate(rules, context);
         }
-        if let Usage::Reserved(reserved) = &mut self.usage {
-            self.usage = core::mem::take(&mut reserved.usage);
-        }
+        self.forget_reservations();
         let status = self.status(limit.kind(), cost, now);
         let mut outcome = Outcome::from_status(status, now);
         match &self.usage {
@@ -308,15 +313,15 @@ impl KeyState {
 
     /// Adds a strike for a call that [`KeyState::evaluate`] has just refused, or gives its caller a reservation, and
     /// updates the outcome. Nothing changes without a penalty or reservations, if the limit could never admit the call, or
-    /// if many networks share the key.
-    pub fn strike(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) {
+    /// if many networks share the key. Returns true if it changed.
+    pub fn strike(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) -> bool {
         let &OpContext { op, limit, now, .. } = context;
         if let Some(rules) = limit.reservations().filter(|_| op.share_level == ShareLevel::Own) {
             return self.reserved().reserve(rules, context, outcome);
         }
-        let Some(penalty) = limit.penalty() else { return };
+        let Some(penalty) = limit.penalty() else { return false };
         if outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
-            return;
+            return false;
         }
         penalty.strike(&mut self.penalty_record, op.cost, now);
         let until = self.penalty_record.blocked_until;
@@ -331,6 +336,7 @@ impl KeyState {
             until.max(outcome.retry_at)
         };
         outcome.reset_at = outcome.reset_at.max(until);
+        true
     }
 
     /// Applies the report of an operation, for example a refund, an end, a higher cost or a throttle. Returns false if
@@ -345,6 +351,7 @@ impl KeyState {
             self.reserved().usage = calls.usage;
             return applied;
         }
+        self.forget_reservations();
         match (limit.kind(), op.verb) {
             (LimitKind::Concurrency(concurrency), Verb::Release | Verb::Renew) => {
                 let Usage::Concurrency(permits) = &mut self.usage else { return false };

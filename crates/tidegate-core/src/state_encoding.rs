@@ -86,8 +86,9 @@ fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
             write_time(bytes, *charged_until);
             write_number(bytes, reservations.len() as u64);
             let mut before = Time::ZERO;
-            for Reservation { at, caller, cost } in reservations {
+            for Reservation { at, ends_at, caller, cost } in reservations {
                 write_number(bytes, at.since(before).as_micros());
+                write_number(bytes, ends_at.since(*at).as_micros());
                 write_number(bytes, *caller);
                 write_number(bytes, *cost);
                 before = *at;
@@ -222,8 +223,10 @@ impl StateDecoder<'_> {
         let mut queue = ReservationQueue { last_at: self.time()?, charged_until: self.time()?, ..Default::default() };
         let mut before = Time::ZERO;
         for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
-            before = before + Span::from_micros(self.number()?);
-            queue.reservations.push(Reservation { at: before, caller: self.number()?, cost: self.number()? });
+            let at = before + Span::from_micros(self.number()?);
+            let ends_at = at + Span::from_micros(self.number()?);
+            queue.reservations.push(Reservation { at, ends_at, caller: self.number()?, cost: self.number()? });
+            before = at;
         }
         for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
             queue.forfeits.push(Forfeit { until: self.time()?, caller: self.number()? });

@@ -1,17 +1,17 @@
 //! Reservations: the limit holds whatever callers do, and every kept reservation is honoured.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::rate::ArrivalTime;
-use tidegate_core::reservation::{FORFEIT_HORIZONS, MAX_RECORDS};
+use tidegate_core::reservation::{FORFEIT_HORIZONS, LATENESS, MAX_RECORDS};
 use tidegate_core::state::Usage;
 use tidegate_core::{
     Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time,
-    Verb, Verdict, Window, batch,
+    Verb, Verdict, Window, batch, decision,
 };
 
 const START: Time = Time::from_secs(1_000_000_000);
@@ -41,6 +41,11 @@ impl Shared {
         self.states[0].encode(&mut bytes);
         self.states[0] = KeyState::decode(&bytes).unwrap();
         outcomes.list()[0]
+    }
+
+    fn set_rules(&mut self, rules: ReservationRules) {
+        let kind = self.limit().kind().clone();
+        self.limits = Limits::new(vec![Limit::new(kind).with_reservations(rules)]).unwrap();
     }
 
     fn records(&self) -> usize {
@@ -91,7 +96,7 @@ fn check_limit(kind: &LimitKind, admitted: &[(Time, u64)]) -> Result<(), String>
 fn any_kind() -> impl Strategy<Value = LimitKind> {
     let period = prop_oneof![Just(1_000_u64), Just(3_000), Just(10_000)];
     prop_oneof![
-        (1_u64..200, 1_u64..40).prop_map(|(count, burst)| rate(count, burst)),
+        (prop_oneof![1_u64..200, 1_u64..5], 1_u64..40).prop_map(|(count, burst)| rate(count, burst)),
         (1_u64..60, period.clone(), prop_oneof![Just(8_u32), Just(64)]).prop_map(|(limit, millis, entries)| {
             LimitKind::Window(Window::new(limit, Span::from_millis(millis), entries).unwrap())
         }),
@@ -99,6 +104,11 @@ fn any_kind() -> impl Strategy<Value = LimitKind> {
             LimitKind::Quota(Quota::new(limit, Arc::new(FixedPeriods(Span::from_millis(millis)))).unwrap())
         }),
     ]
+}
+
+/// A part of the capacity in thousandths, often a small one.
+fn any_part() -> impl Strategy<Value = u64> {
+    prop_oneof![Just(0), 0_u64..100, 0_u64..1000]
 }
 
 /// The behaviour of a caller that has a reservation.
@@ -112,7 +122,8 @@ enum Habit {
 }
 
 fn any_habit() -> impl Strategy<Value = Habit> {
-    prop_oneof![4 => (0_u64..1000).prop_map(Habit::Returns), 1 => Just(Habit::ComesEarly), 1 => Just(Habit::Forgets)]
+    let part = prop_oneof![0_u64..1000, Just(999)];
+    prop_oneof![4 => part.prop_map(Habit::Returns), 1 => Just(Habit::ComesEarly), 1 => Just(Habit::Forgets)]
 }
 
 proptest! {
@@ -122,24 +133,30 @@ proptest! {
     fn the_limit_holds_and_reservations_are_honoured(
         kind in any_kind(),
         share in prop_oneof![Just(1000_u16), Just(500), 1_u16..1000],
-        grace in prop_oneof![Just(1_000_u64), 1_u64..2_000],
+        grace in prop_oneof![Just(1_000_u64), 1_u64..2_000, 1_u64..10_000],
+        other in (1_u16..=1000, 1_u64..2_000),
         habits in prop::collection::vec(any_habit(), 1..40),
-        steps in prop::collection::vec((0_usize..80, 0_u64..400_000, 1_u64..4), 1..200),
+        steps in prop::collection::vec((0_usize..80, 0_u64..400_000, any_part()), 1..200),
     ) {
-        let rules = rules(share, grace);
-        let mut shared = Shared::new(kind.clone(), rules);
+        // The rules change while reservations are out, or stay as they are.
+        let rules_in_turn = [rules(share, grace), if other.1 % 2 == 0 { rules(other.0, other.1) } else { rules(share, grace) }];
+        let mut shared = Shared::new(kind.clone(), rules_in_turn[0]);
         let mut admitted: Vec<(Time, u64)> = Vec::new();
-        let (mut known, mut used) = (HashSet::new(), HashSet::new());
+        // The reservations that callers have.
+        let mut given: BTreeMap<u64, (Time, u64)> = BTreeMap::new();
         // Calls by their time: the caller, the cost, and true if it has a reservation then.
         let mut agenda: BTreeMap<(Time, usize), (u64, u64, Time)> = BTreeMap::new();
         let mut now = START;
-        for (number, (caller, gap, cost)) in steps.into_iter().enumerate() {
+        for (number, (caller, gap, part)) in steps.into_iter().enumerate() {
+            let cost = 1 + kind.capacity() * part / 1000;
             now = now + Span::from_micros(gap / (1 + number as u64 % 7));
             agenda.insert((now, number), (caller as u64 + 1, cost, Time::ZERO));
         }
         let mut order = 1_000;
         let mut forfeited: BTreeMap<u64, Time> = BTreeMap::new();
         while let Some(((now, _), (caller, cost, reserved_at))) = agenda.pop_first() {
+            let rules = rules_in_turn[order / 16 % 2];
+            shared.set_rules(rules);
             let presented = if order % 2 == 0 { reserved_at } else { Time::ZERO };
             let outcome = shared.call(caller, cost, presented, now);
             let is_admitted = outcome.verdict == Verdict::Admitted;
@@ -148,46 +165,112 @@ proptest! {
                 admitted.push((now, cost));
             }
             // Another call of the caller may have used it.
-            let is_unused = !used.contains(&(caller, reserved_at));
-            let had_reservation = reserved_at > Time::ZERO && now >= reserved_at && is_unused;
+            let is_given = given.get(&caller).is_some_and(|&(at, most)| at == reserved_at && cost <= most);
+            let had_reservation = reserved_at > Time::ZERO && now >= reserved_at && is_given;
             prop_assert!(is_admitted || !had_reservation, "refused at {now:?}: {outcome:?}, reserved {reserved_at:?}");
             if outcome.reserved_at == Time::ZERO {
+                // Its reservation is void if it got in before.
+                if is_admitted && given.get(&caller).is_some_and(|(at, _)| *at > now) {
+                    given.remove(&caller);
+                    forfeited.remove(&caller);
+                }
                 continue;
             }
             if is_admitted {
-                prop_assert!(used.insert((caller, outcome.reserved_at)), "admitted twice");
+                let used = given.remove(&caller).map(|(at, _)| at);
+                prop_assert_eq!(used, Some(outcome.reserved_at), "admitted without a reservation");
                 forfeited.remove(&caller);
                 continue;
             }
             prop_assert!(outcome.retry_at == outcome.reserved_at && outcome.retry_at > now, "{outcome:?}");
             prop_assert!(outcome.retry_at.since(now) <= rules.horizon());
-            let reserved_at = outcome.reserved_at;
-            if !known.insert((caller, reserved_at)) {
+            let new_at = outcome.reserved_at;
+            if given.get(&caller).is_some_and(|&(at, _)| at == new_at) {
                 continue;
             }
+            given.insert(caller, (new_at, cost));
             let until = forfeited.remove(&caller).unwrap_or(Time::ZERO);
-            prop_assert!(until <= now, "a reservation after a forfeit: {outcome:?}");
+            let is_just_late = until + rules.grace() + LATENESS > now + rules.forfeit_time();
+            prop_assert!(until <= now || is_just_late, "a reservation after a forfeit: {outcome:?}");
             order += 1;
-            match habits[caller as usize % habits.len()] {
+            // A caller that has lost its reservation doesn't keep another one.
+            let habit = if reserved_at == Time::ZERO { habits[caller as usize % habits.len()] } else { Habit::Forgets };
+            match habit {
                 Habit::Returns(part) => {
                     let late = Span::from_micros(rules.grace().as_micros() * part / 1000);
-                    agenda.insert((reserved_at + late, order), (caller, 1, reserved_at));
+                    agenda.insert((new_at + late, order), (caller, cost, new_at));
                 }
                 Habit::ComesEarly => {
-                    let half = Span::from_micros(reserved_at.since(now).as_micros() / 2);
-                    agenda.insert((now + half, order), (caller, 1, reserved_at));
+                    let half = Span::from_micros(new_at.since(now).as_micros() / 2);
+                    agenda.insert((now + half, order), (caller, cost, new_at));
                     order += 1;
-                    agenda.insert((reserved_at, order), (caller, 1, reserved_at));
+                    agenda.insert((new_at, order), (caller, cost, new_at));
                 }
                 Habit::Forgets => {}
             }
-            forfeited.insert(caller, reserved_at + rules.horizon().times(FORFEIT_HORIZONS));
+            forfeited.insert(caller, new_at + rules.horizon().times(FORFEIT_HORIZONS));
         }
         if let Err(error) = check_limit(&kind, &admitted) {
             prop_assert!(false, "{error}: {admitted:?}");
         }
         let idle_at = shared.states[0].idle_at(shared.limit());
-        prop_assert!(idle_at <= now + Span::from_secs(30 * 13) + Span::from_secs(12), "{idle_at:?}");
+        let horizon = rules_in_turn[0].horizon();
+        let spacing = |rules: &ReservationRules| match &kind {
+            LimitKind::Rate(rate) => rules.spacing(rate, rate.burst()),
+            _ => Span::ZERO,
+        };
+        let spacing = spacing(&rules_in_turn[0]).max(spacing(&rules_in_turn[1]));
+        let latest = now + horizon.times(FORFEIT_HORIZONS + 2) + Span::from_secs(12);
+        prop_assert!(idle_at <= latest.max(now + horizon + spacing), "{idle_at:?}");
+    }
+}
+
+/// The least distance from the ends of a grace at which a caller returns though the clock is changed.
+const CLOCK_STEP: Span = Span::from_millis(200);
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn clock_steps_lose_no_reservation(
+        kind in any_kind(),
+        share in 1_u16..=1000,
+        grace in 500_u64..2_000,
+        steps in prop::collection::vec((0_u64..40, 0_u64..400_000, any_part(), 0_u64..1000, 0_u64..3), 1..200),
+    ) {
+        let rules = rules(share, grace);
+        let mut shared = Shared::new(kind.clone(), rules);
+        let mut agenda: BTreeMap<(Time, usize), (u64, u64, Time)> = BTreeMap::new();
+        let mut now = START;
+        for (number, &(caller, gap, part, ..)) in steps.iter().enumerate() {
+            now = now + Span::from_micros(gap);
+            agenda.insert((now, number), (caller + 1, 1 + kind.capacity() * part / 1000, Time::ZERO));
+        }
+        let mut given: BTreeMap<u64, (Time, u64)> = BTreeMap::new();
+        let mut order = 1_000;
+        while let Some(((now, _), (caller, cost, reserved_at))) = agenda.pop_first() {
+            let &(.., part, step) = &steps[order % steps.len()];
+            // The clock is wrong by a step backwards, not at all, or by one forwards.
+            let clock = Time::ZERO + now.since(Time::ZERO + CLOCK_STEP) + CLOCK_STEP.times(step);
+            let outcome = shared.call(caller, cost, reserved_at, clock);
+            let is_admitted = outcome.verdict == Verdict::Admitted;
+            if reserved_at > Time::ZERO {
+                let is_given = given.get(&caller).is_some_and(|&(at, most)| at == reserved_at && cost <= most);
+                prop_assert!(is_admitted || !is_given, "refused at {clock:?}: {outcome:?}");
+                prop_assert!(is_given || outcome.reserved_at != reserved_at || !is_admitted, "admitted twice");
+            }
+            if is_admitted {
+                // A call that costs more than the reservation doesn't use it.
+                given.retain(|&of, (at, _)| of != caller || *at <= clock && outcome.reserved_at == Time::ZERO);
+            } else if outcome.reserved_at > Time::ZERO
+                && given.get(&caller).is_none_or(|(at, _)| *at != outcome.reserved_at)
+            {
+                given.insert(caller, (outcome.reserved_at, cost));
+                order += 1;
+                let late = Span::from_micros((rules.grace().as_micros() - 2 * CLOCK_STEP.as_micros()) * part / 1000);
+                agenda.insert((outcome.reserved_at + CLOCK_STEP + late, order), (caller, cost, outcome.reserved_at));
+            }
+        }
     }
 }
 
@@ -233,9 +316,72 @@ fn a_late_caller_forfeits_its_place() {
     // Too late: it has become another's, and there is no new one.
     let late = shared.call(2, 1, at(1000), at(1500));
     assert_eq!((late.verdict, late.reserved_at), (Verdict::Admitted, Time::ZERO));
-    let again = shared.call(2, 1, Time::ZERO, at(1501));
-    assert_eq!((again.verdict, again.reserved_at), (Verdict::Refused, Time::ZERO));
     assert_eq!(shared.call(3, 1, Time::ZERO, at(2500)).reserved_at, at(2500));
+    let again = shared.call(2, 1, Time::ZERO, at(2501));
+    assert_eq!((again.verdict, again.reserved_at), (Verdict::Refused, Time::ZERO));
+}
+
+/// A client that knows only whole seconds of waiting may come after its grace.
+#[test]
+fn a_caller_within_a_second_isnt_barred() {
+    let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
+    shared.call(1, 1, Time::ZERO, at(0));
+    assert_eq!(shared.call(2, 1, Time::ZERO, at(100)).reserved_at, at(1000));
+    assert_eq!(shared.call(1, 1, Time::ZERO, at(100)).reserved_at, at(2500));
+    let late = shared.call(2, 1, Time::ZERO, at(2499));
+    assert_eq!((late.verdict, late.reserved_at), (Verdict::Refused, at(4000)));
+    assert_eq!(shared.records(), 2);
+}
+
+/// A reservation that is honoured isn't unknown if another limit refuses the call.
+#[test]
+fn another_limit_leaves_a_reservation_known() {
+    let own = Limit::new(LimitKind::Window(Window::new(2, Span::from_secs(60), 8).unwrap()));
+    let limits = Limits::new(vec![Limit::new(rate(1, 1)).with_reservations(rules(1000, 500)), own]).unwrap();
+    let mut states = [KeyState::default(), KeyState::default()];
+    let mut call = |caller: u64, own_cost: u64, presented: Time, now: Time| {
+        let mut batch = Batch::with_op(0, Op::new(LimitId::FIRST, Verb::Take, Key::new(1, 1), 1));
+        batch.push(Op::new(LimitId::from_index(1).unwrap(), Verb::Take, Key::new(1, 1), own_cost)).unwrap();
+        batch.set_caller(caller, presented);
+        let outcomes = batch::execute(&batch, &limits, states.as_mut_slice(), now);
+        decision::decide(&batch, &limits, &outcomes)
+    };
+    assert!(call(1, 2, Time::ZERO, at(0)).allowed);
+    assert_eq!(call(2, 0, Time::ZERO, at(0)).reservation.map(|given| given.at), Some(at(1000)));
+    let (kept, wrong) = (call(2, 1, at(1000), at(1000)), call(2, 1, at(1001), at(1000)));
+    assert_eq!([kept.allowed, kept.is_reservation_unknown], [false, false]);
+    assert_eq!([wrong.allowed, wrong.is_reservation_unknown], [false, true]);
+}
+
+/// Small reservations between large ones don't hide these.
+#[test]
+fn reservations_of_different_costs_keep_the_rate() {
+    let kind = rate(1, 10);
+    let mut shared = Shared::new(kind.clone(), rules(1000, 5000));
+    assert_eq!(shared.call(1, 10, Time::ZERO, at(0)).verdict, Verdict::Admitted);
+    let calls = [(2, 6), (3, 1), (4, 10)];
+    let [first, second, third] = calls.map(|(caller, cost)| shared.call(caller, cost, Time::ZERO, at(0)).reserved_at);
+    assert_eq!((first, second, third), (at(6000), at(7000), at(18_000)));
+    let mut admitted = vec![(at(0), 10)];
+    for ((caller, cost), now) in calls.into_iter().zip([at(10_998), at(11_998), third]) {
+        assert_eq!(shared.call(caller, cost, Time::ZERO, now).verdict, Verdict::Admitted);
+        admitted.push((now, cost));
+    }
+    check_limit(&kind, &admitted).unwrap();
+}
+
+/// A caller that gets in early has no reservation any more, and isn't barred.
+#[test]
+fn an_early_admission_gives_the_reservation_back() {
+    let window = LimitKind::Window(Window::new(2, Span::from_secs(1), 8).unwrap());
+    let mut shared = Shared::new(window, rules(500, 500));
+    shared.call(1, 1, Time::ZERO, at(0));
+    assert_eq!(shared.call(2, 2, Time::ZERO, at(100)).reserved_at, Time::ZERO);
+    shared.call(3, 1, Time::ZERO, at(600));
+    assert_eq!(shared.call(4, 1, Time::ZERO, at(700)).reserved_at, at(1000));
+    assert_eq!(shared.call(5, 1, Time::ZERO, at(700)).reserved_at, at(2500));
+    let early = shared.call(5, 1, at(2500), at(1650));
+    assert_eq!((early.verdict, early.reserved_at, shared.records()), (Verdict::Admitted, Time::ZERO, 1));
 }
 
 #[test]

@@ -90,9 +90,17 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     /// True if the current attempt's request was passed to the inner service.
     was_handed_over: bool,
     token: Option<LoginToken>,
-    /// The reservation that the last reply gave, for the next attempt.
-    reservation: Option<HeaderValue>,
+    /// The last reservation that a reply gave.
+    reservation: Option<HeldReservation>,
     deadline: Time,
+}
+
+/// A reservation of the provider, for an attempt with the same credential.
+struct HeldReservation {
+    token: HeaderValue,
+    credential: usize,
+    /// The time before which the provider doesn't admit it.
+    usable_from: Time,
 }
 
 /// The result of an attempt.
@@ -189,8 +197,9 @@ where
         if let Err(error) = shared.target.prepare_attempt(&mut parts, secret) {
             return cancelled_outcome(error.into(), Delivery::Unsent);
         }
-        if let Some(reservation) = self.reservation.take() {
-            parts.headers.insert(TIDEGATE_RESERVATION, reservation);
+        let is_usable = |held: &mut HeldReservation| held.credential == credential && held.usable_from <= now;
+        if let Some(held) = self.reservation.take_if(is_usable) {
+            parts.headers.insert(TIDEGATE_RESERVATION, held.token);
         }
         let mut inner = self.inner.clone();
         if let Err(error) = poll_fn(|context| inner.poll_ready(context)).await {
@@ -202,7 +211,7 @@ where
         self.was_handed_over = true;
         let sent: Result<_, BoxError> = inner.call(Request::from_parts(parts, body)).await.map_err(Into::into);
         match sent {
-            Ok(response) => self.process_response(response, sent_secret).await,
+            Ok(response) => self.process_response(response, credential, sent_secret).await,
             Err(_) if self.body.is_broken() => cancelled_outcome(SendError::BrokenBody, Delivery::Unknown),
             Err(error) if matches!(error.downcast_ref(), Some(SendError::FollowedRedirect)) => {
                 cancelled_outcome(SendError::FollowedRedirect, Delivery::Unsent)
@@ -217,6 +226,7 @@ where
     async fn process_response(
         &mut self,
         response: Response<B>,
+        credential: usize,
         sent_secret: Option<Arc<Secret>>,
     ) -> AttemptOutcome<ExchangeResult<B>> {
         let OutboundLayerInner { provider, target, mount_path, .. } = self.shared;
@@ -228,7 +238,10 @@ where
         }
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
-        self.reservation = reservation_to_present(&head.headers);
+        if let Some(token) = reservation_to_present(&head.headers) {
+            let usable_from = now + report.retry_after.unwrap_or(Span::ZERO);
+            self.reservation = Some(HeldReservation { token, credential, usable_from });
+        }
         // A stream of events isn't a single document, and reading ahead would delay it.
         let is_applicable = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);
         let rule = provider.config().throttled_when.as_ref().filter(is_applicable);

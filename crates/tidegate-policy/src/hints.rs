@@ -315,7 +315,7 @@ mod tests {
             (1_000, Some("7"), 6_000),
             (90_000, Some("7"), 7_000),
             (6_500, None, 6_500),
-            (0, Some("1"), 50),
+            (0, Some("1"), 200),
         ] {
             let mut headers = headers(&[("tidegate-reservation", &at(millis))]);
             if let Some(seconds) = seconds {

@@ -18,8 +18,8 @@ pub const TIDEGATE_RESERVATION: HeaderName = HeaderName::from_static("tidegate-r
 /// The number of hexadecimal digits of an instant, which has 52 bits.
 const INSTANT_DIGITS: usize = 13;
 const SIGNATURE_DIGITS: usize = 16;
-/// The least wait for a reservation.
-const LEAST_WAIT: Span = Span::from_millis(50);
+/// The wait for a reservation whose instant is over by a clock that runs ahead: less than most graces.
+const WAIT_BY_FAST_CLOCK: Span = Span::from_millis(200);
 /// The longest token of any server that a client sends back, in bytes.
 const MAX_TOKEN: usize = 128;
 
@@ -83,12 +83,11 @@ pub struct ReplyReservation {
 
 impl ReplyReservation {
     /// The time until the instant, from `now` on. `retry_after` is the reply's whole seconds: with it, a difference between
-    /// the clocks shortens the wait by less than a second, and never lengthens it. At least 50 ms: by a clock that runs ahead, the
-    /// instant may be over before the server admits the call.
+    /// the clocks shortens the wait by less than a second, and never lengthens it. 200 ms if the instant is over: then the clock
+    /// runs ahead of the server's.
     pub fn wait(&self, retry_after: Option<Span>, now: Time) -> Span {
-        let wait = self.at.since(now);
-        let wait = retry_after.map_or(wait, |most| wait.max(most - Span::from_secs(1)).min(most));
-        wait.max(LEAST_WAIT)
+        let wait = if self.at > now { self.at.since(now) } else { WAIT_BY_FAST_CLOCK };
+        retry_after.map_or(wait, |most| wait.max(most - Span::from_secs(1)).min(most))
     }
 }
 

@@ -11,6 +11,7 @@
 //! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else the connection's scheme and the request's host | |
 //! | `Forwarded` | the peer's address appended to the value of a trusted peer; other values are removed | |
 //! | a header that differs only in `_` for `-` from an `X-Forwarded-…` above or from a counted header | removed | |
+//! | `Tidegate-Reservation` | removed if the call was admitted by it | |
 //! | `Via` | none is added, because nginx stops compressing if it sees one | |
 
 use http::header::{

@@ -21,7 +21,9 @@ use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason, Time};
-use tidegate_policy::{Forwarding, InboundConfig, UNIX_PEER, UpstreamAddress, canonical_ip, is_host, is_same_host};
+use tidegate_policy::{
+    Forwarding, InboundConfig, TIDEGATE_RESERVATION, UNIX_PEER, UpstreamAddress, canonical_ip, is_host, is_same_host,
+};
 
 use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, Upload};
 use crate::hop_headers;
@@ -354,6 +356,10 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             if self.client.tls.is_some() { hop_headers::HTTPS } else { hop_headers::HTTP },
             proxy.gate.plan().keyed_headers(),
         );
+        if decision.reservation.is_some() {
+            // It is used up, and an upstream that gives reservations, too, would take it for a wrong one of its own.
+            request.headers_mut().remove(TIDEGATE_RESERVATION);
+        }
         if !request.headers().contains_key(HOST) {
             request.headers_mut().insert(HOST, proxy.upstream.host.clone());
         }

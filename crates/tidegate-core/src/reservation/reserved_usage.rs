@@ -2,7 +2,7 @@
 
 use super::{Reservation, ReservationQueue, ReservationRules, total_cost};
 use crate::batch::{OpContext, Outcome, Verdict};
-use crate::quota::{Period, QuotaUsage};
+use crate::quota::QuotaUsage;
 use crate::rate::ArrivalTime;
 use crate::state::{LimitStatus, Usage};
 use crate::window::WindowLog;
@@ -22,16 +22,16 @@ impl ReservedUsage {
     pub fn idle_at(&self, rules: &ReservationRules, kind: &LimitKind, usage_idle_at: Time) -> Time {
         let queue = &self.queue;
         let reserved = queue.reservations.last().map_or(Time::ZERO, |last| {
-            // Whoever doesn't return is remembered.
+            // A caller that doesn't return is remembered.
             last.at + if rules.is_kept { rules.forfeit_time() } else { Span::ZERO }
         });
         let forfeited = queue.forfeits.last().map_or(Time::ZERO, |forfeit| forfeit.until);
-        let lane = match kind {
-            LimitKind::Window(window) if queue.last_at > Time::ZERO => queue.last_at + rules.grace + window.window(),
-            LimitKind::Rate(rate) if queue.last_at > Time::ZERO => queue.last_at + rules.spacing(rate, 1),
-            _ => Time::ZERO,
+        let next = match kind {
+            LimitKind::Window(window) => self.reserved_until(window).max(queue.last_at),
+            LimitKind::Rate(rate) if queue.last_at > Time::ZERO => queue.last_at + rules.spacing(rate, rate.burst()),
+            _ => queue.last_at,
         };
-        usage_idle_at.max(reserved).max(forfeited).max(lane)
+        usage_idle_at.max(reserved).max(forfeited).max(next)
     }
 
     fn arrival(&self) -> ArrivalTime {
@@ -40,6 +40,11 @@ impl ReservedUsage {
 
     fn quota_usage(&self) -> QuotaUsage {
         if let Usage::Quota(usage) = self.usage { usage } else { QuotaUsage::default() }
+    }
+
+    /// The time from which a window counts no reservation.
+    fn reserved_until(&self, window: &Window) -> Time {
+        self.queue.reservations.last().map_or(Time::ZERO, |last| last.ends_at + window.window())
     }
 
     fn log(&mut self) -> &mut WindowLog {
@@ -56,13 +61,12 @@ impl ReservedUsage {
     /// have ended.
     fn advance(&mut self, rules: &ReservationRules, kind: &LimitKind, now: Time) {
         self.queue.refresh(rules, now);
-        if !rules.is_kept {
-            let passed = self.queue.reservations.partition_point(|reservation| reservation.at <= now);
-            self.queue.reservations.drain(..passed);
-        }
         match kind {
             LimitKind::Rate(rate) if rules.is_kept => self.advance_rate(rules, rate, now),
-            LimitKind::Rate(rate) => self.usage = Usage::Rate(rate.refresh(self.arrival(), now)),
+            LimitKind::Rate(rate) => {
+                self.queue.remove_ended(rules, Span::ZERO, now);
+                self.usage = Usage::Rate(rate.refresh(self.arrival(), now));
+            }
             LimitKind::Window(window) => {
                 window.refresh(self.log(), now);
                 self.queue.remove_ended(rules, window.window(), now);
@@ -87,7 +91,7 @@ impl ReservedUsage {
             let charged_until = queue.charged_until;
             let next = queue.reservations.partition_point(|reservation| reservation.at <= charged_until);
             let next = queue.reservations.get(next).filter(|reservation| reservation.at <= now).copied();
-            let ending = queue.reservations.first().map(|first| (first.at + rules.grace, first.cost));
+            let ending = queue.reservations.first().map(|first| (first.ends_at, first.cost));
             match (ending, next) {
                 (Some((ends_at, cost)), _) if ends_at <= next.map_or(now, |next| next.at) => {
                     arrival = rate.refund_at(rate.hold(arrival, held, ends_at), cost, ends_at);
@@ -124,15 +128,14 @@ impl ReservedUsage {
             }
             LimitKind::Window(window) => {
                 let held = self.held_in_window(rules, window);
-                let ends_at = self.queue.last_at + rules.grace + window.window();
-                let log = self.log();
-                let status = window.status(log, cost.saturating_add(held), now);
-                with_held(status, held, cost, ends_at)
+                let reserved_until = self.reserved_until(window);
+                let status = window.status(self.log(), cost.saturating_add(held), now);
+                with_held(status, held, cost, reserved_until)
             }
             LimitKind::Quota(quota) => {
                 let usage = self.quota_usage();
                 let period = quota.period(now);
-                let held = if rules.is_kept { self.queue.cost_in(period, rules.grace) } else { 0 };
+                let held = if rules.is_kept { self.queue.cost_in(period) } else { 0 };
                 let status = quota.status(&usage, cost.saturating_add(held), now);
                 with_held(status, held, cost, period.end)
             }
@@ -142,7 +145,7 @@ impl ReservedUsage {
 
     /// The part of a window that is kept from calls without a reservation.
     fn held_in_window(&self, rules: &ReservationRules, window: &Window) -> u64 {
-        if rules.is_kept { total_cost(&self.queue.reservations).min(rules.part_of(window.limit())) } else { 0 }
+        if rules.is_kept { self.queue.cost_in_window(rules.part_of(window.limit()), window.window()) } else { 0 }
     }
 
     /// The next free instant; `None` if it is beyond the horizon, or if the share has no room for the cost.
@@ -159,8 +162,7 @@ impl ReservedUsage {
                     if together > rate.burst() {
                         // The burst can't hold all of them at once.
                         let excess = rate.cost_units(together - rate.burst());
-                        at = at.max(earlier.at + rules.grace + Rate::units_to_span(excess));
-                        break;
+                        at = at.max(earlier.ends_at + Rate::units_to_span(excess));
                     }
                 }
                 at
@@ -177,28 +179,34 @@ impl ReservedUsage {
                     excess = excess.saturating_sub(earlier.cost);
                     is_needed
                 });
-                let free_at = last_to_end.last().map_or(now, |last| last.at + rules.grace + window.window());
-                window.status(self.log(), reserved.min(part), now).retry_at.max(free_at).max(last_at)
+                let free_at = last_to_end.last().map_or(now, |last| last.ends_at + window.window());
+                let together = reserved.min(part.max(self.held_in_window(rules, window)));
+                window.status(self.log(), together, now).retry_at.max(free_at)
             }
             LimitKind::Window(window) => {
                 // Each window has room for the whole limit.
-                let ahead = Period { start: Time::ZERO, end: Time::NEVER };
-                let ahead = self.queue.cost_in(ahead, Span::ZERO).saturating_add(cost).max(1) - 1;
+                let ahead = total_cost(&self.queue.reservations).saturating_add(cost).max(1) - 1;
                 let (cycles, rest) = (ahead / window.limit().max(1), ahead % window.limit().max(1) + 1);
                 window.status(self.log(), rest, now).retry_at + window.window().times(cycles)
             }
             LimitKind::Quota(quota) => {
                 let period = quota.period(now);
-                let reserved = self.queue.cost_in(quota.period(period.end), rules.grace);
+                let reserved = self.queue.cost_in(quota.period(period.end));
                 let has_room = reserved.saturating_add(cost) <= rules.part_of(quota.limit());
-                if rules.is_kept && !has_room {
+                if last_at > period.end || rules.is_kept && !has_room {
                     return None;
                 }
                 period.end
             }
             _ => return None,
         };
+        let at = at.max(last_at);
         (at > now && at.since(now) <= rules.horizon).then_some(at)
+    }
+
+    /// The index of the caller's reservation, whose instant hasn't come.
+    fn upcoming_of(&self, caller: u64, now: Time) -> Option<usize> {
+        self.queue.of_caller(caller).filter(|&index| caller != 0 && self.queue.reservations[index].at > now)
     }
 
     /// The index of the caller's reservation, if it admits this call.
@@ -219,10 +227,9 @@ impl ReservedUsage {
             outcome.reserved_at = self.queue.reservations[index].at;
             (outcome.verdict, outcome.retry_at) = (Verdict::Admitted, now);
         } else if outcome.verdict == Verdict::Refused
-            && let Some(index) = self.queue.of_caller(batch.caller)
-            && let at = self.queue.reservations[index].at
-            && at > now
+            && let Some(index) = self.upcoming_of(batch.caller, now)
         {
+            let at = self.queue.reservations[index].at;
             outcome.retry_at = at;
             outcome.reserved_at = if rules.is_kept { at } else { Time::ZERO };
         }
@@ -231,7 +238,7 @@ impl ReservedUsage {
 
     /// Charges a call that was just admitted.
     pub(crate) fn charge(&mut self, rules: &ReservationRules, context: &OpContext<'_>, outcome: &mut Outcome) {
-        let &OpContext { op, limit, now, .. } = context;
+        let &OpContext { op, limit, batch, now } = context;
         let used = self.admitting(rules, context);
         match limit.kind() {
             LimitKind::Rate(rate) => {
@@ -244,9 +251,7 @@ impl ReservedUsage {
                 if used.is_none() {
                     window.charge(self.log(), op.cost, now);
                 }
-                let reserved_until =
-                    self.queue.reservations.last().map_or(now, |last| last.at + rules.grace + window.window());
-                outcome.reset_at = window.idle_at(self.log()).max(reserved_until).max(now);
+                outcome.reset_at = window.idle_at(self.log()).max(self.reserved_until(window)).max(now);
             }
             LimitKind::Quota(quota) => {
                 let mut usage = self.quota_usage();
@@ -262,24 +267,28 @@ impl ReservedUsage {
             (Some(index), _) => drop(self.queue.reservations.remove(index)),
             (None, _) => outcome.record_charge(op.cost),
         }
+        if let Some(index) = self.upcoming_of(batch.caller, now).filter(|_| used.is_none() && op.cost > 0) {
+            // A caller that got in early needs its reservation no more.
+            self.queue.reservations.remove(index);
+        }
     }
 
-    /// Gives a caller that was just refused the next free instant, unless it has one, or has forfeited one.
-    pub(crate) fn reserve(&mut self, rules: &ReservationRules, context: &OpContext<'_>, outcome: &mut Outcome) {
+    /// Gives a caller that was just refused the next free instant, unless it has one, or is barred.
+    /// Returns true if it got one.
+    pub(crate) fn reserve(&mut self, rules: &ReservationRules, context: &OpContext<'_>, outcome: &mut Outcome) -> bool {
         let &OpContext { op, limit, batch, now } = context;
         let queue = &self.queue;
         let may_reserve =
             batch.caller != 0 && op.cost > 0 && op.cost <= limit.kind().capacity() && queue.has_record_room();
-        if !may_reserve || queue.of_caller(batch.caller).is_some() || queue.is_barred(batch.caller) {
-            return;
+        if !may_reserve || queue.of_caller(batch.caller).is_some() || queue.is_barred(rules, batch.caller, now) {
+            return false;
         }
-        let Some(at) = self.next_instant(rules, limit.kind(), op.cost, now) else { return };
-        let queue = &mut self.queue;
-        queue.reservations.push(Reservation { at, caller: batch.caller, cost: op.cost });
-        queue.last_at = at;
+        let Some(at) = self.next_instant(rules, limit.kind(), op.cost, now) else { return false };
+        self.queue.add(rules, at, batch.caller, op.cost);
         outcome.retry_at = at;
         outcome.reserved_at = if rules.is_kept { at } else { Time::ZERO };
         outcome.reset_at = outcome.reset_at.max(at);
+        true
     }
 }
 

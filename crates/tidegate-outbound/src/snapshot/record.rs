@@ -36,8 +36,11 @@ pub(super) struct LearntLimit {
 
 impl LearntLimit {
     /// True if the other limit, of the same provider, differs by at most an eighth: by the steps in which it is searched.
+    /// The round trips may differ by a half.
     pub(super) fn is_like(&self, other: &Self) -> bool {
-        self.provider == other.provider && self.in_flight.abs_diff(other.in_flight) <= self.in_flight / 8
+        self.provider == other.provider
+            && self.in_flight.abs_diff(other.in_flight) <= self.in_flight / 8
+            && self.round_trip.abs_diff(other.round_trip) <= self.round_trip / 2
     }
 }
 

@@ -160,12 +160,13 @@ impl DocumentReader<'_> {
     /// Notes that a burst can't hold as many reservations as the share allows within a grace.
     fn note_slow_reservations(&mut self, rate: &Rate, rules: &ReservationRules, grace: Span, at: TextRange) {
         let burst = rate.burst();
-        if rules.spacing(rate, 1).times(burst) >= grace {
+        let refill = Span::from_micros(rate.per().as_micros().div_ceil(rate.count()));
+        if rules.spacing(rate, 1).times(burst) >= grace + refill {
             return;
         }
         let message = format!(
-            "a burst of {burst} holds at most {burst} reservations within a grace of {}, so that less than the share is \
-             reserved; a shorter grace or a larger burst prevents that",
+            "a burst of {burst} holds at most {burst} reservations within a grace of {} and the time of a call, so that less \
+             than the share is reserved; a shorter grace or a larger burst prevents that",
             describe_duration(grace)
         );
         self.notes.push(Note::new(self.texts, at, &message));

@@ -59,6 +59,9 @@ async fn a_refused_client_returns_by_its_reservation() {
     // The whole value of the header is accepted, too.
     let kept = peer.ask(from(3, &format!("tidegate-reservation: {reservation}\r\n"))).await;
     assert_eq!((status(&kept), header(&kept, "tidegate-reservation")), (200, None), "{kept}");
+    // A gate behind this one would take it for a wrong one of its own.
+    let seen = upstream.seen().pop().unwrap().to_ascii_lowercase();
+    assert!(seen.contains("192.0.2.3") && !seen.contains("tidegate-reservation"), "{seen}");
 }
 
 #[tokio::test]
@@ -88,7 +91,7 @@ async fn forward_auth_and_the_api_know_reservations() {
 }
 
 #[tokio::test]
-async fn envoy_hands_places_through() {
+async fn envoy_hands_reservations_through() {
     let address = std::net::SocketAddr::from(([127, 0, 0, 1], free_port()));
     let gate = start(Echo::start(HELLO).await.address, &format!("{SHARED}[rls]\nlisten = \"{address}\"\n")).await;
     let (_, _) = refused(&gate, &mut Peer::connect(gate.inbound).await).await;

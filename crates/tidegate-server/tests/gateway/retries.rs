@@ -130,6 +130,29 @@ async fn a_reservation_is_presented_once_at_its_instant() {
     assert_eq!(presented, [None, Some("rabc".to_owned()), None]);
 }
 
+/// A reservation belongs to the credential whose request was refused.
+#[tokio::test]
+async fn another_credential_presents_no_reservation() {
+    let api = Api::start(|number, _| match number {
+        0 => {
+            let now = SystemClock::new().now().as_micros() / 1000;
+            let answer = Answer::new(429, "later").with("retry-after", "1");
+            answer.with("tidegate-reservation", format!("rabc;at={}", now + 300))
+        }
+        1 => Answer::new(429, "later").with("retry-after", "1"),
+        _ => Answer::new(200, "hello"),
+    })
+    .await;
+    let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n";
+    let gateway = running(&api.policy(&format!("{FREE}{pair}")));
+    assert_eq!(body(&gateway.ask(get("/api/x")).await), "hello");
+    let arrived = api.arrived();
+    let seen = |name| arrived.iter().map(|request| request.header(name)).collect::<Vec<_>>();
+    assert_eq!(seen("tidegate-reservation"), [None, None, Some("rabc")]);
+    let sent = seen("authorization");
+    assert!(sent[0] != sent[1] && sent[0] == sent[2], "{sent:?}");
+}
+
 #[tokio::test]
 async fn a_throttled_reply_is_retried_not_forwarded() {
     let api = Api::start(|number, _| match number {

@@ -312,8 +312,9 @@ impl Shard {
     ) -> bool {
         let &OpContext { op, limit, now, .. } = context;
         if limit.reservations().is_some() {
-            self.update_or_insert(op, now, shard_context, |state| state.strike(context, outcome));
-            return true;
+            let mut has_changed = false;
+            self.update_or_insert(op, now, shard_context, |state| has_changed = state.strike(context, outcome));
+            return has_changed;
         }
         if limit.penalty().is_none() || outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
             return false;

@@ -3,7 +3,7 @@
 
 use std::sync::OnceLock;
 
-use tidegate_core::reservation::{FORFEIT_HORIZONS, MAX_RECORDS};
+use tidegate_core::reservation::{FORFEIT_HORIZONS, LATENESS, MAX_RECORDS};
 use tidegate_core::time::MAX_CLOCK_LAG;
 use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 
@@ -169,7 +169,10 @@ fn push_general_text(parts: u16, text: &mut String) {
         text.push_str(if has_updates { update_text } else { "" });
     }
     if parts & RESERVATIONS_BIT != 0 {
-        text.push_str(&format!("local FORFEIT_HORIZONS, MAX_RECORDS = {FORFEIT_HORIZONS}, {MAX_RECORDS}\n"));
+        let lateness = LATENESS.as_micros();
+        text.push_str(&format!(
+            "local FORFEIT_HORIZONS, LATENESS, MAX_RECORDS = {FORFEIT_HORIZONS}, {lateness}, {MAX_RECORDS}\n"
+        ));
         text.push_str(include_str!("lua/reservations.lua"));
     }
     text.push_str(include_str!("lua/decide.lua"));

@@ -8,7 +8,7 @@ use tidegate_core::{
     Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time, Verb,
     Verdict, Window,
 };
-use tidegate_store::ImmediateStore as _;
+use tidegate_store::{ImmediateStore as _, Store as _};
 
 use super::concurrent::count_admitted;
 use super::{Backend, ConformanceOptions, StoreUnderTest, expect_equal, start_time};
@@ -19,16 +19,22 @@ const KEY: Key = Key::new(7, 0x9e37_79b9_7f4a_7c15);
 
 /// Limits of each kind that reserves or spreads, and two plain ones that may refuse beside them.
 fn limits() -> Result<Arc<Limits>, String> {
-    let keep = |share, grace| ReservationRules::new(Span::from_secs(5), share, Span::from_millis(grace));
+    limits_with([(500, 400), (1000, 300), (600, 500), (500, 1000)])
+}
+
+/// The limits of [`limits`] with these shares in thousandths and graces in milliseconds.
+fn limits_with(terms: [(u16, u64); 4]) -> Result<Arc<Limits>, String> {
+    let [first, second, third, fourth] =
+        terms.map(|(share, grace)| ReservationRules::new(Span::from_secs(5), share, Span::from_millis(grace)));
     let spread = ReservationRules::spread(Span::from_secs(4));
     let rate = |count, burst| Rate::new(count, Span::from_secs(1), burst).map(LimitKind::Rate);
     let window = |limit| Window::new(limit, Span::from_secs(2), 64).map(LimitKind::Window);
     let quota = |limit| Quota::new(limit, Arc::new(FixedPeriods(Span::from_secs(3)))).map(LimitKind::Quota);
     let reserving = [
-        (rate(10, 5), keep(500, 400)),
-        (rate(3, 1), keep(1000, 300)),
-        (window(4), keep(600, 500)),
-        (quota(6), keep(500, 1000)),
+        (rate(10, 5), first),
+        (rate(3, 1), second),
+        (window(4), third),
+        (quota(6), fourth),
         (rate(7, 3), spread),
         (window(5), spread),
         (quota(4), spread),
@@ -55,8 +61,9 @@ fn call(limit: usize, caller: u64, cost: u64, presented: Time) -> Result<Batch, 
 pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), String> {
     let limits = limits()?;
     let plain = limits.len() - 2;
-    let subject = StoreUnderTest::open(backend, &limits);
-    let reference = ReferenceStore::with_encoding(Arc::clone(&limits));
+    let mut subject = StoreUnderTest::open(backend, &limits);
+    let mut reference = ReferenceStore::with_encoding(Arc::clone(&limits));
+    let changed_limits = limits_with([(1000, 900), (100, 100), (300, 200), (900, 300)])?;
     let mut random = RandomSource::from_seed(options.seed);
     let mut now = start_time();
     let mut given: Vec<(usize, u64, Time)> = Vec::new();
@@ -64,6 +71,13 @@ pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) ->
         now = now + Span::from_micros(random.pick(&[0, 0, 1, 20_000, 100_000, 333_333, 700_000]));
         if random.below(2_000) == 0 {
             now = now + Span::from_secs(120);
+        }
+        if random.below(500) == 0 {
+            let limits = random.pick(&[&limits, &changed_limits]);
+            if let Some(reloaded) = subject.with_limits(limits, now)? {
+                subject = reloaded;
+                reference = reference.with_limits(Arc::clone(limits), now).ok().flatten().ok_or("no such limits")?;
+            }
         }
         subject.set_now(now);
         let known =
@@ -117,6 +131,46 @@ pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) ->
         }
     }
     Ok(())
+}
+
+/// Checks that reservations outlast a clock that is set back, and end if that was by far.
+pub(super) fn clock_steps<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
+    let limits = limits()?;
+    let subject = StoreUnderTest::open(backend, &limits);
+    let start = start_time();
+    if !subject.set_now(start) {
+        return Ok(());
+    }
+    let ask = |limit: usize, caller: u64, presented: Time, now: Time| {
+        subject.set_now(now);
+        Ok::<Outcome, String>(subject.apply(&call(limit, caller, 1, presented)?, now)?.list()[0])
+    };
+    for limit in 0..4 {
+        let mut given = Vec::new();
+        for caller in 1..=12 {
+            let outcome = ask(limit, caller, Time::ZERO, start)?;
+            given.extend((outcome.reserved_at > start).then_some((outcome.reserved_at, caller)));
+        }
+        expect_equal("reservations", given.is_empty(), false)?;
+        for (at, caller) in given {
+            let lag = Span::from_millis(200);
+            let earlier = Time::ZERO + at.since(Time::ZERO + lag);
+            for now in [at, earlier] {
+                ask(limit, 100, Time::ZERO, now)?;
+            }
+            let outcome = ask(limit, caller, at, at + lag)?;
+            let found = (outcome.verdict, outcome.reserved_at);
+            expect_equal(&format!("limit {limit}, caller {caller}"), found, (Verdict::Admitted, at))?;
+        }
+    }
+    let late = start + Span::from_secs(600);
+    while ask(0, 1, Time::ZERO, late)?.verdict == Verdict::Admitted {}
+    let reserved = ask(0, 2, Time::ZERO, late)?;
+    expect_equal("reserved", reserved.reserved_at > late, true)?;
+    let early = start + Span::from_secs(500);
+    while ask(0, 3, Time::ZERO, early)?.verdict == Verdict::Admitted {}
+    let found = ask(0, 2, reserved.reserved_at, early)?.reserved_at;
+    expect_equal("reserved anew", found > early && found < late, true)
 }
 
 /// Checks that callers at the same moment get different reservations, and that each reservation admits one call.

@@ -26,7 +26,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub(super) fn decide_and_sign(&self, batch: &Batch, outcomes: &Outcomes) -> Decision {
         let GateInner { plan, seed, .. } = &*self.0;
         let mut decision = decide(batch, plan.limits(), outcomes);
-        if let (Some(reservation), Some(limit)) = (&mut decision.reservation, decision.bound_by) {
+        if let (false, Some(reservation), Some(limit)) =
+            (decision.allowed, &mut decision.reservation, decision.bound_by)
+        {
             let (tag, caller) = (plan.limits().tag(limit), batch.context().caller);
             reservation.signature = seed.reservation_signature(tag, decision.key, caller, reservation.at);
         }

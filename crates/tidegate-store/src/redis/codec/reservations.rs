@@ -15,13 +15,16 @@ impl BatchCodec<'_> {
         buffer: &mut ArgumentBuffer,
     ) {
         let BatchContext { caller, reservation, .. } = self.batch.context();
-        let (part, spacing) = match kind {
-            LimitKind::Rate(rate) => (rules.spacing(rate, op.cost).as_micros(), rules.spacing(rate, 1).as_micros()),
+        let (part, longest_spacing) = match kind {
+            LimitKind::Rate(rate) => {
+                let spacing = |cost| rules.spacing(rate, cost).as_micros();
+                (spacing(op.cost), spacing(rate.burst()))
+            }
             kind => (rules.part_of(kind.capacity()), 0),
         };
         buffer.push_span(rules.horizon());
         buffer.push_number(part);
-        buffer.push_number(spacing);
+        buffer.push_number(longest_spacing);
         buffer.push_span(rules.grace());
         buffer.push_number(u64::from(rules.is_kept()));
         buffer.push_bytes(&caller.to_le_bytes());
@@ -32,7 +35,7 @@ impl BatchCodec<'_> {
 impl ResponseDecoder<'_> {
     pub(super) fn reservation_answer(&mut self) -> Option<ReservationAnswer> {
         Some(ReservationAnswer {
-            walk_in_fits: self.number()? == 1,
+            unreserved_fits: self.number()? == 1,
             is_admitted: self.number()? == 1,
             retry_at: self.time()?,
             reserved_at: self.time()?,
@@ -47,7 +50,7 @@ impl ResponseDecoder<'_> {
 #[derive(Clone, Copy)]
 pub(super) struct ReservationAnswer {
     /// True if a call without a reservation has room.
-    walk_in_fits: bool,
+    unreserved_fits: bool,
     is_admitted: bool,
     retry_at: Time,
     reserved_at: Time,
@@ -73,7 +76,7 @@ impl BatchStates for DecodedStates {
         outcome.used = outcome.used.saturating_add(answer.held);
         if answer.held > 0 {
             outcome.remaining = outcome.limit.saturating_sub(outcome.used);
-        } else if !answer.walk_in_fits {
+        } else if !answer.unreserved_fits {
             outcome.remaining = outcome.remaining.min(context.op.cost.saturating_sub(1));
         }
         outcome.verdict = if answer.is_admitted { Verdict::Admitted } else { Verdict::Refused };

@@ -1,12 +1,12 @@
 -- core/reservation.rs. A queue has a key of its own, after those of the operations. Its value is the time until which it is
--- kept, `last_at`, `charged_until` and the number of reservations. Then come the reservations, 24 bytes each: instant,
--- caller and cost; and the forfeits, 16 bytes each: end and caller.
+-- kept, `last_at`, `charged_until` and the number of reservations. Then come the reservations, 32 bytes each: instant,
+-- caller, cost and end; and the forfeits, 16 bytes each: end and caller.
 
-local RESERVATION_BYTES, FORFEIT_BYTES, QUEUE_HEADER_BYTES, NO_CALLER = 24, 16, 32, string.rep('\0', 8)
+local RESERVATION_BYTES, FORFEIT_BYTES, QUEUE_HEADER_BYTES, NO_CALLER = 32, 16, 32, string.rep('\0', 8)
 
 load_queue = function(op)
   -- `part` is the cost that may be reserved or, for a rate, the least time between the last reservation and this one.
-  op.horizon, op.part, op.spacing_of_one, op.grace, op.is_kept, op.caller, op.presented =
+  op.horizon, op.part, op.longest_spacing, op.grace, op.is_kept, op.caller, op.presented =
     unpack('<dddddc8d', bytes, op.rules_position)
   local queue = { key = op.queue_key, reservations = '', forfeits = '', last_at = 0, charged_until = 0 }
   local value = call('GET', op.queue_key)
@@ -26,7 +26,11 @@ local function count_reservations(queue)
 end
 
 local function read_reservation(queue, index)
-  return unpack('<dc8d', queue.reservations, index * RESERVATION_BYTES + 1)
+  return unpack('<dc8dd', queue.reservations, index * RESERVATION_BYTES + 1)
+end
+
+local function read_last_reservation(queue)
+  return read_reservation(queue, count_reservations(queue) - 1)
 end
 
 -- Replaces a reservation by these bytes.
@@ -51,17 +55,48 @@ local function find_caller(op, records, size)
   end
 end
 
+-- Removes the reservation at this index, whose grace has ended.
 local function forfeit(op, index)
-  local at, caller = read_reservation(op.queue, index)
+  local at, caller, _, ends_at = read_reservation(op.queue, index)
   replace_reservation(op.queue, index, '')
-  op.queue.forfeits = op.queue.forfeits .. pack('<dc8', at + op.horizon * FORFEIT_HORIZONS, caller)
+  if ends_at > at then
+    op.queue.forfeits = op.queue.forfeits .. pack('<dc8', at + op.horizon * FORFEIT_HORIZONS, caller)
+  end
+end
+
+-- Removes the forfeit of the caller.
+local function pardon(op)
+  local queue = op.queue
+  local index = find_caller(op, queue.forfeits, FORFEIT_BYTES)
+  if not index then return end
+  local before = index * FORFEIT_BYTES
+  queue.forfeits = string.sub(queue.forfeits, 1, before) .. string.sub(queue.forfeits, before + FORFEIT_BYTES + 1)
+end
+
+local function is_barred(op)
+  local index = find_caller(op, op.queue.forfeits, FORFEIT_BYTES)
+  if not index then return false end
+  local over_at = unpack('<d', op.queue.forfeits, index * FORFEIT_BYTES + 1) + op.grace + LATENESS
+  return over_at <= now + op.horizon * FORFEIT_HORIZONS
 end
 
 local function refresh_queue(op)
   local queue = op.queue
-  local latest = now + op.horizon + MAX_CLOCK_LAG
-  if queue.charged_until > now + MAX_CLOCK_LAG or queue.last_at > latest then
-    queue.reservations, queue.charged_until, queue.last_at, queue.changed = '', now, now, true
+  if queue.reservations ~= '' then
+    local at, _, _, ends_at = read_reservation(queue, 0)
+    if (ends_at > at) ~= (op.is_kept == 1) then
+      queue.reservations, queue.changed = '', true
+    end
+  end
+  local latest = now + op.horizon * 2
+  if queue.last_at > latest then
+    local count = count_reservations(queue)
+    while count > 0 and read_reservation(queue, count - 1) > latest do
+      count = count - 1
+    end
+    queue.reservations = string.sub(queue.reservations, 1, count * RESERVATION_BYTES)
+    queue.last_at = count > 0 and read_last_reservation(queue) or now
+    queue.charged_until, queue.changed = min(queue.charged_until, queue.last_at), true
   end
   if queue.forfeits ~= '' then
     latest = latest + op.horizon * FORFEIT_HORIZONS
@@ -76,22 +111,17 @@ local function refresh_queue(op)
   if ended > 1 then
     queue.forfeits, queue.changed = string.sub(queue.forfeits, ended), true
   end
-  if op.is_kept == 0 then
-    while queue.reservations ~= '' and read_reservation(queue, 0) <= now do
-      replace_reservation(queue, 0, '')
-    end
-  end
 end
 
 -- Removes what has ended by now, up to `counted` after the grace for the calls that still count.
 local function remove_ended(op, counted)
   local queue, index = op.queue, 0
   while index < count_reservations(queue) do
-    local at, caller = read_reservation(queue, index)
-    if at + op.grace > now then break end
+    local _, caller, _, ends_at = read_reservation(queue, index)
+    if ends_at > now then break end
     if caller ~= NO_CALLER then
       forfeit(op, index)
-    elseif at + op.grace + counted > now then
+    elseif ends_at + counted > now then
       index = index + 1
     else
       replace_reservation(queue, index, '')
@@ -99,14 +129,43 @@ local function remove_ended(op, counted)
   end
 end
 
--- Returns the cost of the reservations that may be used from `start` to `stop`, up to `grace` after their instants.
-local function cost_between(queue, start, stop, grace)
+-- Returns the cost of the reservations that may be used from `start` to `stop`.
+local function cost_between(queue, start, stop)
   local total = 0
   for index = 0, count_reservations(queue) - 1 do
-    local at, _, cost = read_reservation(queue, index)
-    if at < stop and at + grace > start then total = total + cost end
+    local at, _, cost, ends_at = read_reservation(queue, index)
+    if at < stop and ends_at > start then total = total + cost end
   end
   return total
+end
+
+local function total_cost(queue)
+  local total = 0
+  for index = 0, count_reservations(queue) - 1 do
+    local _, _, cost = read_reservation(queue, index)
+    total = total + cost
+  end
+  return total
+end
+
+-- Returns the cost that calls without a reservation leave free in a window: of all reservations, but not above the part,
+-- unless more of them may be used within one window because they were given by other rules.
+local function cost_in_window(op)
+  local queue, total = op.queue, total_cost(op.queue)
+  if op.is_kept == 0 then return 0 end
+  if total <= op.part then return total end
+  local following, together, most, count = 0, 0, op.part, count_reservations(queue)
+  for index = 0, count - 1 do
+    local _, _, first_cost, ends_at = read_reservation(queue, index)
+    while following < count do
+      local at, _, cost = read_reservation(queue, following)
+      if at >= ends_at + op.window then break end
+      together, following = together + cost, following + 1
+    end
+    most = max(most, together)
+    together = together - first_cost
+  end
+  return min(most, total)
 end
 
 -- Returns the time of a cost as microseconds and the units beyond them.
@@ -148,8 +207,8 @@ local function advance_rate(op, state)
       end
     end
     if queue.reservations ~= '' then
-      local at, _, cost = read_reservation(queue, 0)
-      ends_at, first_cost = at + op.grace, cost
+      local _
+      _, _, first_cost, ends_at = read_reservation(queue, 0)
     end
     if ends_at and ends_at <= next_at then
       hold(op, state, held, ends_at)
@@ -174,10 +233,14 @@ local function advance_rate(op, state)
 end
 
 -- Evaluates a call without a reservation. Sets `op.free_at` if it has no room.
-local evaluate_walk_in = {}
+local evaluate_unreserved = {}
 
-evaluate_walk_in[RATE] = function(op, state)
-  advance_rate(op, state)
+evaluate_unreserved[RATE] = function(op, state)
+  if op.is_kept == 1 then
+    advance_rate(op, state)
+  else
+    remove_ended(op, 0)
+  end
   local queue = op.queue
   local fits = evaluate[RATE](op, state)
   op.held, op.reserved_until = 0, 0
@@ -195,7 +258,7 @@ evaluate_walk_in[RATE] = function(op, state)
     tat, rest = add(tat, rest, time_of_cost(op, cost))
     if not is_later(tat, rest, at + op.refill, op.refill_rest) then return true end
   end
-  local last_at = read_reservation(queue, count - 1)
+  local last_at = read_last_reservation(queue)
   op.free_at = max(fits and now or op.free_at, min(last_at + ceil_time_of_cost(op, op.cost), NEVER))
   return false
 end
@@ -212,20 +275,22 @@ local function evaluate_with_held(op, state, held, ends_at)
   return fits
 end
 
-evaluate_walk_in[WINDOW] = function(op, state)
+evaluate_unreserved[WINDOW] = function(op, state)
   local queue = op.queue
   evaluate[WINDOW](op, state)
   remove_ended(op, op.window)
-  local held = op.is_kept == 1 and min(cost_between(queue, 0, NEVER, op.grace), op.part) or 0
-  local last = count_reservations(queue) - 1
-  op.reserved_until = last >= 0 and read_reservation(queue, last) + op.grace + op.window or 0
-  return evaluate_with_held(op, state, held, queue.last_at + op.grace + op.window)
+  op.reserved_until = 0
+  if queue.reservations ~= '' then
+    local _, _, _, ends_at = read_last_reservation(queue)
+    op.reserved_until = ends_at + op.window
+  end
+  return evaluate_with_held(op, state, cost_in_window(op), op.reserved_until)
 end
 
-evaluate_walk_in[QUOTA] = function(op, state)
+evaluate_unreserved[QUOTA] = function(op, state)
   remove_ended(op, 0)
   op.reserved_until = 0
-  local held = op.is_kept == 1 and cost_between(op.queue, op.period_start, op.period_end, op.grace) or 0
+  local held = op.is_kept == 1 and cost_between(op.queue, op.period_start, op.period_end) or 0
   return evaluate_with_held(op, state, held, op.period_end)
 end
 
@@ -233,7 +298,7 @@ end
 -- caller's reservation, what is kept for others, and until when.
 evaluate_reserved = function(op, state)
   refresh_queue(op)
-  local fits = evaluate_walk_in[op.kind](op, state)
+  local fits = evaluate_unreserved[op.kind](op, state)
   local free_at, reserved_at, is_admitted = fits and now or op.free_at, 0, fits
   op.own = find_caller(op, op.queue.reservations, RESERVATION_BYTES)
   if op.own then
@@ -242,8 +307,9 @@ evaluate_reserved = function(op, state)
     if op.is_kept == 1 and is_presented and at <= now and op.cost <= cost then
       free_at, reserved_at, is_admitted = now, at, true
     else
+      if at > now then op.upcoming = op.own end
       op.own = nil
-      if not fits and at > now then
+      if not fits and op.upcoming then
         free_at, reserved_at = at, op.is_kept * at
       end
     end
@@ -255,11 +321,13 @@ end
 
 charge_reserved = function(op, state)
   if not op.own then
+    -- A caller that got in early needs its reservation no more.
+    if op.upcoming and op.cost > 0 then replace_reservation(op.queue, op.upcoming, '') end
     charge[op.kind](op, state)
     state.changed = true
   elseif op.kind == WINDOW then
-    local at, _, cost = read_reservation(op.queue, op.own)
-    replace_reservation(op.queue, op.own, pack('<dc8d', at, NO_CALLER, cost))
+    local at, _, cost, ends_at = read_reservation(op.queue, op.own)
+    replace_reservation(op.queue, op.own, pack('<dc8dd', at, NO_CALLER, cost, ends_at))
   else
     replace_reservation(op.queue, op.own, '')
     if op.kind == QUOTA then
@@ -286,11 +354,9 @@ next_instant[RATE] = function(op, state)
   if queue.last_at > 0 then at = max(at, queue.last_at + op.part) end
   local together, index = op.cost, count_reservations(queue) - 1
   while op.is_kept == 1 and index >= 0 do
-    local earlier_at, _, cost = read_reservation(queue, index)
+    local _, _, cost, ends_at = read_reservation(queue, index)
     together = together + cost
-    if together > op.burst then
-      return max(at, earlier_at + op.grace + ceil_time_of_cost(op, together - op.burst))
-    end
+    if together > op.burst then at = max(at, ends_at + ceil_time_of_cost(op, together - op.burst)) end
     index = index - 1
   end
   return at
@@ -298,7 +364,7 @@ end
 
 next_instant[WINDOW] = function(op, state)
   local queue = op.queue
-  local reserved = cost_between(queue, 0, NEVER, op.grace) + op.cost
+  local reserved = total_cost(queue) + op.cost
   if op.is_kept == 0 then
     local ahead, limit = reserved - 1, max(op.limit, 1)
     return time_of_room(op, state, ahead % limit + 1) + op.window * floor(ahead / limit)
@@ -306,15 +372,16 @@ next_instant[WINDOW] = function(op, state)
   if op.cost > op.part then return nil end
   local excess, index, free_at = reserved - op.part, 0, now
   while excess > 0 and index < count_reservations(queue) do
-    local at, _, cost = read_reservation(queue, index)
-    excess, index, free_at = excess - cost, index + 1, at + op.grace + op.window
+    local _, _, cost, ends_at = read_reservation(queue, index)
+    excess, index, free_at = excess - cost, index + 1, ends_at + op.window
   end
-  return max(time_of_room(op, state, min(reserved, op.part)), free_at, queue.last_at)
+  local together = min(reserved, max(op.part, cost_in_window(op)))
+  return max(time_of_room(op, state, together), free_at)
 end
 
 next_instant[QUOTA] = function(op)
-  local reserved = cost_between(op.queue, op.period_end, op.next_period_end, op.grace)
-  if op.is_kept == 1 and reserved + op.cost > op.part then return nil end
+  local reserved = cost_between(op.queue, op.period_end, op.next_period_end)
+  if op.queue.last_at > op.period_end or op.is_kept == 1 and reserved + op.cost > op.part then return nil end
   return op.period_end
 end
 
@@ -323,10 +390,18 @@ reserve = function(op, state)
   local queue = op.queue
   local has_room = count_reservations(queue) + #queue.forfeits / FORFEIT_BYTES < MAX_RECORDS
   if op.caller == NO_CALLER or op.cost == 0 or op.exceeds_capacity == 1 or not has_room then return 0 end
-  if find_caller(op, queue.reservations, RESERVATION_BYTES) or find_caller(op, queue.forfeits, FORFEIT_BYTES) then return 0 end
+  if find_caller(op, queue.reservations, RESERVATION_BYTES) or is_barred(op) then return 0 end
   local at = next_instant[op.kind](op, state)
-  if not at or at <= now or at - now > op.horizon then return 0 end
-  queue.reservations = queue.reservations .. pack('<dc8d', at, op.caller, op.cost)
+  if not at then return 0 end
+  at = max(at, queue.last_at)
+  if at <= now or at - now > op.horizon then return 0 end
+  local ends_at = at + op.is_kept * op.grace
+  if queue.reservations ~= '' then
+    local _, _, _, last_ends_at = read_last_reservation(queue)
+    ends_at = max(ends_at, last_ends_at)
+  end
+  queue.reservations = queue.reservations .. pack('<dc8dd', at, op.caller, op.cost, ends_at)
+  pardon(op)
   queue.last_at, queue.changed = at, true
   return at
 end
@@ -334,15 +409,16 @@ end
 save_queue = function(op)
   local queue = op.queue
   if not queue.changed then return end
-  local idle_at, count = 0, count_reservations(queue)
+  local idle_at, count = queue.last_at, count_reservations(queue)
   if count > 0 then
-    idle_at = read_reservation(queue, count - 1) + (op.is_kept == 1 and op.horizon * FORFEIT_HORIZONS or 0)
+    local at, _, _, ends_at = read_last_reservation(queue)
+    idle_at = max(idle_at, at + op.is_kept * op.horizon * FORFEIT_HORIZONS)
+    if op.kind == WINDOW then idle_at = max(idle_at, ends_at + op.window) end
   end
   if queue.forfeits ~= '' then
     idle_at = max(idle_at, (unpack('<d', queue.forfeits, #queue.forfeits - FORFEIT_BYTES + 1)))
   end
-  if queue.last_at > 0 and op.kind == WINDOW then idle_at = max(idle_at, queue.last_at + op.grace + op.window) end
-  if queue.last_at > 0 and op.kind == RATE then idle_at = max(idle_at, queue.last_at + op.spacing_of_one) end
+  if queue.last_at > 0 and op.kind == RATE then idle_at = max(idle_at, queue.last_at + op.longest_spacing) end
   local value = pack('<ddd', queue.last_at, queue.charged_until, count) .. queue.reservations .. queue.forfeits
   write_or_delete(queue, idle_at, value)
 end
