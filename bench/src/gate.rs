@@ -3,6 +3,7 @@
 mod grpc;
 mod resp;
 mod server;
+mod steps;
 mod throttle_http;
 mod tls;
 mod viewers;
@@ -140,6 +141,7 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     resp::measure(options, on_row);
     grpc::measure(options, on_row);
     throttle_http::measure(options, on_row);
+    steps::measure(options, on_row);
     let names = ["gate/viewers/idle", "gate/viewers/load"];
     if names.iter().any(|name| options.wants(name)) {
         let mut rows = names.map(|name| BenchRow::new(name, FigureUnit::Percent));

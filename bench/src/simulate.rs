@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::hint;
 use std::time::Instant;
 use tidegate_replay::{FieldNames, LogReplay};
-use tidegate_sim::Scenario;
+use tidegate_sim::{Scenario, shipped};
 
 /// An hour with a thousand clients that call a service every two seconds. The service fails now and then.
 const HOUR_SCENARIO: &str = r#"
@@ -52,6 +52,41 @@ const LINES: u32 = 2_000_000;
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     measure_hour(options, on_row);
     measure_replay(options, on_row);
+    measure_control(options, on_row);
+}
+
+/// Counts the worlds of the suite `control` in which a strategy's goodput is within 5 % of the best, and those in which
+/// its 99th percentile of delays is within 1.5 times the oracle's.
+fn measure_control(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    let names = ["simulate/control/goodput", "simulate/control/p99"];
+    if !names.iter().any(|name| options.wants(name)) {
+        return;
+    }
+    let mut suite = Scenario::read("control", shipped::SUITES[0].text.as_bytes()).expect("the suite is valid");
+    if options.quick {
+        suite.setups.iter_mut().for_each(|setup| setup.trials = 1);
+    }
+    let report = suite.run(suite.seed, &mut |_| {});
+    let mut counts: Vec<(String, [f64; 2])> = Vec::new();
+    for (runs, figures) in report.control_figures() {
+        let rivals = || runs.iter().zip(&figures).filter(|(run, _)| run.strategy != "oracle");
+        let best = rivals().map(|(_, figures)| figures.goodput).fold(0.0, f64::max);
+        for (index, (run, figures)) in rivals().enumerate() {
+            let subject = if run.uses_tidegate { OURS } else { &run.strategy };
+            if counts.len() <= index {
+                counts.push((subject.to_owned(), [0.0; 2]));
+            }
+            let is_good = [figures.goodput >= 0.95 * best, figures.p99_delay.is_some_and(|delay| delay <= 1.5)];
+            counts[index].1.iter_mut().zip(is_good).filter(|(_, good)| *good).for_each(|(count, _)| *count += 1.0);
+        }
+    }
+    // The own one is first, as in all rows.
+    counts.sort_by_key(|(subject, _)| subject != OURS);
+    for (measure, name) in names.into_iter().enumerate() {
+        let mut row = BenchRow::new(name, FigureUnit::Count);
+        counts.iter().for_each(|(subject, counts)| row.push(subject, vec![counts[measure]]));
+        on_row(row);
+    }
 }
 
 fn measure_replay(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {

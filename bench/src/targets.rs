@@ -82,6 +82,8 @@ pub const TARGETS: &[RowTarget] = &[
     target("gate/rls/cpu", TargetBound::Ratio("bare tonic", 1.5)),
     target("gate/throttle-http/cpu", TargetBound::Ratio("throttlecrab-server", 1.0)),
     target("gate/viewers/idle", TargetBound::AtMost(2.0)),
+    target("gate/steps/throughput", TargetBound::AtLeast(95.0)),
+    target("gate/steps/refused", TargetBound::AtMost(1.0)),
     target("gate/one-client-of-redis", TargetBound::AtMost(300_000.0)),
     target("stores/redis/rate", TargetBound::RatioAtLeast("smallest GCRA script", 1.0)),
     target("stores/redis/two-limits-and-penalty", TargetBound::RatioAtLeast("smallest GCRA script", 0.7)),
@@ -92,6 +94,8 @@ pub const TARGETS: &[RowTarget] = &[
     target("stores/mongodb", TargetBound::RatioAtLeast("bare upsert", 0.3)),
     target("simulate/hour", TargetBound::AtMost(3e9)),
     target("simulate/replay", TargetBound::AtLeast(2.5e6)),
+    target("simulate/control/goodput", TargetBound::AtLeast(13.0)),
+    target("simulate/control/p99", TargetBound::AtLeast(11.0)),
 ];
 
 /// The memory in MiB that a store capped at 64 MiB may add to the process's resident memory. It is the cap, and a

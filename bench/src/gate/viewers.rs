@@ -65,20 +65,20 @@ fn view(port: u16, stop: &AtomicBool, pages: &AtomicU64) -> io::Result<()> {
     let mut connection = BufReader::new(TcpStream::connect((Ipv4Addr::LOCALHOST, port))?);
     while !stop.load(Ordering::Relaxed) {
         connection.get_mut().write_all(get("/").as_bytes())?;
-        read_page(&mut connection)?;
+        if read_response(&mut connection)? != "200" {
+            return Err(io::Error::other("an error page"));
+        }
         pages.fetch_add(1, Ordering::Relaxed);
         thread::sleep(INTERVAL);
     }
     Ok(())
 }
 
-/// Reads a response with the status 200 and a length.
-fn read_page(connection: &mut BufReader<TcpStream>) -> io::Result<()> {
+/// Reads a response with a length. Returns its status.
+pub(super) fn read_response(connection: &mut BufReader<TcpStream>) -> io::Result<String> {
     let (mut length, mut line) = (0, String::new());
     connection.read_line(&mut line)?;
-    if !line.starts_with("HTTP/1.1 200 ") {
-        return Err(io::Error::other(line));
-    }
+    let status = line.split(' ').nth(1).ok_or_else(|| io::Error::other("no response"))?.to_owned();
     while line != "\r\n" {
         if let Some(value) = line.strip_prefix("content-length: ") {
             length = value.trim().parse().map_err(io::Error::other)?;
@@ -86,7 +86,8 @@ fn read_page(connection: &mut BufReader<TcpStream>) -> io::Result<()> {
         line.clear();
         connection.read_line(&mut line)?;
     }
-    io::copy(&mut connection.take(length), &mut io::sink()).map(drop)
+    io::copy(&mut connection.take(length), &mut io::sink())?;
+    Ok(status)
 }
 
 /// Returns the share of one core that a server uses while this many viewers look at its dashboard, in per cent.
