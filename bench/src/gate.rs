@@ -2,6 +2,7 @@
 
 mod grpc;
 mod resp;
+mod returns;
 mod server;
 mod steps;
 mod throttle_http;
@@ -142,6 +143,7 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     grpc::measure(options, on_row);
     throttle_http::measure(options, on_row);
     steps::measure(options, on_row);
+    returns::measure(options, on_row);
     let names = ["gate/viewers/idle", "gate/viewers/load"];
     if names.iter().any(|name| options.wants(name)) {
         let mut rows = names.map(|name| BenchRow::new(name, FigureUnit::Percent));

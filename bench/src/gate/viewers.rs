@@ -65,7 +65,7 @@ fn view(port: u16, stop: &AtomicBool, pages: &AtomicU64) -> io::Result<()> {
     let mut connection = BufReader::new(TcpStream::connect((Ipv4Addr::LOCALHOST, port))?);
     while !stop.load(Ordering::Relaxed) {
         connection.get_mut().write_all(get("/").as_bytes())?;
-        if read_response(&mut connection)? != "200" {
+        if !read_response(&mut connection)?.starts_with("HTTP/1.1 200 ") {
             return Err(io::Error::other("an error page"));
         }
         pages.fetch_add(1, Ordering::Relaxed);
@@ -74,20 +74,18 @@ fn view(port: u16, stop: &AtomicBool, pages: &AtomicU64) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads a response with a length. Returns its status.
+/// Reads a response with a length. Returns its head.
 pub(super) fn read_response(connection: &mut BufReader<TcpStream>) -> io::Result<String> {
-    let (mut length, mut line) = (0, String::new());
-    connection.read_line(&mut line)?;
-    let status = line.split(' ').nth(1).ok_or_else(|| io::Error::other("no response"))?.to_owned();
-    while line != "\r\n" {
-        if let Some(value) = line.strip_prefix("content-length: ") {
-            length = value.trim().parse().map_err(io::Error::other)?;
+    let mut head = String::new();
+    while !head.ends_with("\r\n\r\n") {
+        if connection.read_line(&mut head)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        line.clear();
-        connection.read_line(&mut line)?;
     }
+    let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+    let length = length.ok_or_else(|| io::Error::other("no length"))?.trim().parse().map_err(io::Error::other)?;
     io::copy(&mut connection.take(length), &mut io::sink())?;
-    Ok(status)
+    Ok(head)
 }
 
 /// Returns the share of one core that a server uses while this many viewers look at its dashboard, in per cent.

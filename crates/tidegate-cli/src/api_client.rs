@@ -125,6 +125,7 @@ fn describe_report(report: &DecisionReport) -> String {
         ("allow_list", _) => ": the address is on the allow list".to_owned(),
         ("deny_list", _) => ": the address is on the deny list".to_owned(),
         ("parole", Some(name)) => format!(" on parole: after its block, one call passes though {name} is full"),
+        ("reservation", _) => " by a reservation".to_owned(),
         (_, None) => ": no limit applies".to_owned(),
         (_, Some(name)) => {
             let (remaining, limit) = (report.remaining.unwrap_or_default(), report.limit.unwrap_or_default());

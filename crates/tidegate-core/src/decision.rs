@@ -12,6 +12,8 @@ pub enum Reason {
     Unlimited,
     /// The parole of a block that has ended let the call pass a full limit.
     Parole,
+    /// The call came by its reservation.
+    Reservation,
     /// The client is on the allow list.
     AllowList,
     /// The client is on the deny list.
@@ -29,6 +31,7 @@ impl Reason {
             Self::Ok => "ok",
             Self::Unlimited => "unlimited",
             Self::Parole => "parole",
+            Self::Reservation => "reservation",
             Self::AllowList => "allow_list",
             Self::DenyList => "deny_list",
             Self::Limit => "limit",
@@ -201,7 +204,11 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     } else if let Some((_, (op, outcome))) = least_remaining {
         set_limit_fields(&mut decision, op, outcome);
         decision.reservation = outcomes.list().iter().find_map(|outcome| reservation_at(outcome.reserved_at));
-        decision.reason = if paroled { Reason::Parole } else { Reason::Ok };
+        decision.reason = match decision.reservation {
+            _ if paroled => Reason::Parole,
+            Some(_) => Reason::Reservation,
+            None => Reason::Ok,
+        };
     }
     decision
 }

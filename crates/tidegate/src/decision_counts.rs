@@ -47,12 +47,13 @@ pub struct DecisionCount {
 
 /// The combinations of outcome and reason that decisions have. Those of an action's limit that are listed even if there
 /// are none come first.
-const RESULTS: [(DecisionOutcome, Reason); 9] = [
+const RESULTS: [(DecisionOutcome, Reason); 10] = [
     (DecisionOutcome::Allowed, Reason::Ok),
     (DecisionOutcome::Refused, Reason::Limit),
     (DecisionOutcome::Refused, Reason::Penalty),
     (DecisionOutcome::Allowed, Reason::Unlimited),
     (DecisionOutcome::Allowed, Reason::Parole),
+    (DecisionOutcome::Allowed, Reason::Reservation),
     (DecisionOutcome::Allowed, Reason::AllowList),
     (DecisionOutcome::Refused, Reason::DenyList),
     (DecisionOutcome::Shadow, Reason::Limit),

@@ -270,7 +270,6 @@ impl Replies {
             && decision.limit == Some(named.capacity)
             && !(decision.shadow || decision.blocked)
             && decision.permit.is_none()
-            && decision.reservation.is_none()
         {
             let mut text = SmallBuffer::<REPORT_BYTES>::new();
             text.put(&*named.plain_report.0);

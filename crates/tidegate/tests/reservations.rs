@@ -49,6 +49,7 @@ fn a_reservation_is_the_callers_own_and_admits_once() {
     assert!(!stolen.allowed && stolen.unknown_reservation, "{stolen:?}");
     let kept = caller.call("192.0.2.3", Some(&reservation.token));
     assert!(kept.allowed && kept.by_reservation && kept.reservation.is_none(), "{kept:?}");
+    assert_eq!(kept.reason, "reservation");
     let again = caller.call("192.0.2.3", Some(&reservation.token));
     assert!(!again.allowed && again.unknown_reservation, "{again:?}");
     clock.advance(Span::from_millis(500));

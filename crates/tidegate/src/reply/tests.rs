@@ -116,6 +116,7 @@ fn written_reports_equal_their_serialised_form() {
         Reason::Ok,
         Reason::Unlimited,
         Reason::Parole,
+        Reason::Reservation,
         Reason::AllowList,
         Reason::DenyList,
         Reason::Limit,
