@@ -244,14 +244,14 @@ impl ReservationQueue {
         if total <= part {
             return total;
         }
-        let (mut next, mut together, mut most) = (0, 0, part);
+        let (mut next, mut together, mut most) = (0, 0_u64, part);
         for first in &self.reservations {
             while let Some(later) = self.reservations.get(next).filter(|later| later.at < first.ends_at + window) {
-                together += later.cost;
+                together = together.saturating_add(later.cost);
                 next += 1;
             }
             most = most.max(together);
-            together -= first.cost;
+            together = together.saturating_sub(first.cost);
         }
         most.min(total)
     }

@@ -112,7 +112,9 @@ fn the_oracle_is_never_beaten_and_tidegate_near() {
         }
     }
     let (table, count) = (report.control_table(), worlds.len() as u32);
-    for (claim, number) in [("goodput within 5 % of the best", near), ("p99 within 1.5 times the oracle's", count - late)] {
+    for (claim, number) in
+        [("goodput within 5 % of the best", near), ("p99 within 1.5 times the oracle's", count - late)]
+    {
         assert!(table.contains(&format!("tidegate: {claim} in {number} of {count} worlds")), "{table}");
     }
     assert!(near >= count - 2 && late <= count / 2 + 1, "{table}");

@@ -108,7 +108,7 @@ impl std::error::Error for ConformanceError {}
 /// The first [`ConformanceError`].
 pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), ConformanceError> {
     type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
-    let checks: [(&str, CheckFn<B>); 22] = [
+    let checks: [(&str, CheckFn<B>); 23] = [
         ("random batches against the model", random::random_batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
@@ -121,6 +121,7 @@ pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) 
         ("reservations against core", reservations::outcomes::<B>),
         ("callers that reserve at once", reservations::concurrent_callers::<B>),
         ("reservations while the clock is set back", reservations::clock_steps::<B>),
+        ("reservations by gates with wrong clocks", reservations::wrong_clocks::<B>),
         ("peeking changes nothing", random::peek::<B>),
         ("resetting", random::reset::<B>),
         ("a clock that jumps a year and back", random::clock_jump::<B>),

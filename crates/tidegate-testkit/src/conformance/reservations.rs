@@ -1,9 +1,12 @@
 //! Reservations, against core and under concurrency.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tidegate_core::quota::FixedPeriods;
+use tidegate_core::rate::ArrivalTime;
 use tidegate_core::{
     Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time, Verb,
     Verdict, Window,
@@ -171,6 +174,57 @@ pub(super) fn clock_steps<B: Backend>(backend: &B, _: &ConformanceOptions) -> Re
     while ask(0, 3, Time::ZERO, early)?.verdict == Verdict::Admitted {}
     let found = ask(0, 2, reserved.reserved_at, early)?.reserved_at;
     expect_equal("reserved anew", found > early && found < late, true)
+}
+
+/// Checks that reservations hold by the store's time, though the clocks of two gates are wrong.
+pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
+    let limits = limits_with([(500, 1500), (1000, 300), (600, 500), (500, 1000)])?;
+    let first = StoreUnderTest::open(backend, &limits);
+    let begin = Instant::now();
+    if first.set_now(start_time()) {
+        // Such a store has the time of its gates.
+        return Ok(());
+    }
+    let second = first.with_limits(&limits, start_time())?.ok_or("no second handle")?;
+    let gates = [first, second];
+    let (mut admitted, mut agenda) = (Vec::new(), BTreeMap::new());
+    let skew = Span::from_millis(200);
+    let mut ask = |gate: usize, caller: u64, presented: Time| {
+        let clock = start_time() + Span::from_duration(begin.elapsed()) + skew.times(2 * gate as u64);
+        let outcomes = gates[gate].apply(&call(0, caller, 1, presented)?, clock)?;
+        let (now, outcome) = (outcomes.now(), outcomes.list()[0]);
+        if outcome.verdict == Verdict::Admitted {
+            admitted.push(now);
+        }
+        Ok::<(Time, Outcome), String>((now, outcome))
+    };
+    for caller in 1..=20 {
+        let (_, outcome) = ask(caller as usize % 2, caller, Time::ZERO)?;
+        if outcome.reserved_at > Time::ZERO {
+            agenda.insert(outcome.reserved_at, caller);
+        }
+    }
+    expect_equal("reservations", agenda.len() >= 6, true)?;
+    for (at, caller) in agenda {
+        loop {
+            // A caller without a reservation takes no room from it, and tells the store's time.
+            let (now, _) = ask(1, 100, Time::NEVER)?;
+            if now >= at {
+                break;
+            }
+            thread::sleep((at.since(now)).as_duration().min(Duration::from_millis(50)));
+        }
+        let (now, outcome) = ask((caller as usize + 1) % 2, caller, at)?;
+        let found = (outcome.verdict, outcome.reserved_at);
+        expect_equal(&format!("caller {caller} at {now:?}"), found, (Verdict::Admitted, at))?;
+    }
+    let rate = Rate::new(10, Span::from_secs(1), 5).map_err(|error| error.to_string())?;
+    let mut arrival = ArrivalTime::default();
+    for now in admitted {
+        expect_equal("calls beyond the rate", rate.retry_at(arrival, 1, now) > now, false)?;
+        arrival = rate.charge(arrival, 1, now);
+    }
+    Ok(())
 }
 
 /// Checks that callers at the same moment get different reservations, and that each reservation admits one call.
