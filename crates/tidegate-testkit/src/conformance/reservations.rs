@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::rate::ArrivalTime;
@@ -180,7 +180,6 @@ pub(super) fn clock_steps<B: Backend>(backend: &B, _: &ConformanceOptions) -> Re
 pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
     let limits = limits_with([(500, 1500), (1000, 300), (600, 500), (500, 1000)])?;
     let first = StoreUnderTest::open(backend, &limits);
-    let begin = Instant::now();
     if first.set_now(start_time()) {
         // Such a store has the time of its gates.
         return Ok(());
@@ -188,11 +187,12 @@ pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> R
     let second = first.with_limits(&limits, start_time())?.ok_or("no second handle")?;
     let gates = [first, second];
     let (mut admitted, mut agenda) = (Vec::new(), BTreeMap::new());
-    let skew = Span::from_millis(200);
+    let (skew, mut store_time) = (Span::from_millis(200), start_time());
     let mut ask = |gate: usize, caller: u64, presented: Time| {
-        let clock = start_time() + Span::from_duration(begin.elapsed()) + skew.times(2 * gate as u64);
+        let clock = Time::ZERO + store_time.since(Time::ZERO + skew) + skew.times(2 * gate as u64);
         let outcomes = gates[gate].apply(&call(0, caller, 1, presented)?, clock)?;
         let (now, outcome) = (outcomes.now(), outcomes.list()[0]);
+        store_time = now;
         if outcome.verdict == Verdict::Admitted {
             admitted.push(now);
         }
