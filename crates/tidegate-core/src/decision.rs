@@ -194,8 +194,8 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.blocked = decision.backoff.is_some();
         decision.reservation = reservation_at(outcome.reserved_at);
         let presented = batch.context().reservation;
-        let is_known = outcomes.list().iter().any(|outcome| outcome.reserved_at == presented);
-        decision.is_reservation_unknown = presented > Time::ZERO && !is_known;
+        decision.is_reservation_unknown =
+            presented > Time::ZERO && !outcomes.list().iter().any(|outcome| outcome.reserved_at == presented);
         decision.retry_after = (!outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now));
         if decision.blocked {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
@@ -203,7 +203,9 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.reason = if outcome.block_until > now { Reason::Penalty } else { Reason::Limit };
     } else if let Some((_, (op, outcome))) = least_remaining {
         set_limit_fields(&mut decision, op, outcome);
-        decision.reservation = outcomes.list().iter().find_map(|outcome| reservation_at(outcome.reserved_at));
+        if batch.context().caller != 0 {
+            decision.reservation = outcomes.list().iter().find_map(|outcome| reservation_at(outcome.reserved_at));
+        }
         decision.reason = match decision.reservation {
             _ if paroled => Reason::Parole,
             Some(_) => Reason::Reservation,

@@ -216,14 +216,23 @@ impl KeyState {
         }
     }
 
+    /// Evaluates a call under a limit that gives reservations, or has given some by earlier rules.
+    #[cold]
+    fn evaluate_reserved(&mut self, context: &OpContext<'_>) -> Outcome {
+        let Some(rules) = context.limit.reservations() else {
+            self.forget_reservations();
+            return self.evaluate(context);
+        };
+        self.reserved().evaluate(rules, context)
+    }
+
     /// Evaluates a call, including the penalty.
     pub fn evaluate(&mut self, context: &OpContext<'_>) -> Outcome {
         let &OpContext { op, limit, batch, now } = context;
         let cost = op.cost;
-        if let Some(rules) = limit.reservations() {
-            return self.reserved().evaluate(rules, context);
+        if limit.reservations().is_some() || matches!(self.usage, Usage::Reserved(_)) {
+            return self.evaluate_reserved(context);
         }
-        self.forget_reservations();
         let status = self.status(limit.kind(), cost, now);
         let mut outcome = Outcome::from_status(status, now);
         match &self.usage {

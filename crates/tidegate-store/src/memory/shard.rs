@@ -241,6 +241,7 @@ impl Shard {
         })
     }
 
+    #[inline]
     fn state(&mut self, index: u32) -> &mut KeyState {
         match &mut self.cells[index as usize] {
             StateCell::Used(state) => state,

