@@ -114,6 +114,12 @@ impl ReservationRules {
         (u128::from(limit) * u128::from(self.share) / u128::from(PER_MILLE)) as u64
     }
 
+    /// The part of a burst that may be kept for reservations at once. Others keep a call of it, without which they would have
+    /// nothing of the rate.
+    pub fn part_of_burst(&self, burst: u64) -> u64 {
+        if self.share < PER_MILLE { burst.saturating_sub(1) } else { burst }
+    }
+
     /// The least time between a rate's reservation of `cost` and the one before it.
     pub fn spacing(&self, rate: &Rate, cost: u64) -> Span {
         let units = u128::from(rate.cost_units(cost)) * u128::from(PER_MILLE) / u128::from(self.share);
@@ -132,6 +138,8 @@ pub struct Reservation {
     pub caller: u64,
     /// The cost that is set aside.
     pub cost: u64,
+    /// True if the caller was admitted before the instant. It isn't barred if it doesn't return.
+    pub is_excused: bool,
 }
 
 /// A caller that didn't return in time.
@@ -199,15 +207,15 @@ impl ReservationQueue {
     fn add(&mut self, rules: &ReservationRules, at: Time, caller: u64, cost: u64) {
         let ends_at = if rules.is_kept { at + rules.grace } else { at };
         let ends_at = self.reservations.last().map_or(ends_at, |last| last.ends_at.max(ends_at));
-        self.reservations.push(Reservation { at, ends_at, caller, cost });
+        self.reservations.push(Reservation { at, ends_at, caller, cost, is_excused: false });
         self.forfeits.retain(|forfeit| forfeit.caller != caller);
         self.last_at = at;
     }
 
     /// Removes the reservation at this index, whose grace has ended.
     fn forfeit(&mut self, index: usize, rules: &ReservationRules) {
-        let Reservation { at, ends_at, caller, .. } = self.reservations.remove(index);
-        if ends_at > at {
+        let Reservation { at, ends_at, caller, is_excused, .. } = self.reservations.remove(index);
+        if ends_at > at && !is_excused {
             self.forfeits.push(Forfeit { until: at + rules.forfeit_time(), caller });
         }
     }

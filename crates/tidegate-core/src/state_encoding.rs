@@ -86,11 +86,12 @@ fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
             write_time(bytes, *charged_until);
             write_number(bytes, reservations.len() as u64);
             let mut before = Time::ZERO;
-            for Reservation { at, ends_at, caller, cost } in reservations {
+            for Reservation { at, ends_at, caller, cost, is_excused } in reservations {
                 write_number(bytes, at.since(before).as_micros());
                 write_number(bytes, ends_at.since(*at).as_micros());
                 write_number(bytes, *caller);
                 write_number(bytes, *cost);
+                bytes.push(u8::from(*is_excused));
                 before = *at;
             }
             write_number(bytes, forfeits.len() as u64);
@@ -225,7 +226,9 @@ impl StateDecoder<'_> {
         for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
             let at = before + Span::from_micros(self.number()?);
             let ends_at = at + Span::from_micros(self.number()?);
-            queue.reservations.push(Reservation { at, ends_at, caller: self.number()?, cost: self.number()? });
+            let (caller, cost) = (self.number()?, self.number()?);
+            let is_excused = self.byte().filter(|byte| *byte <= 1)? == 1;
+            queue.reservations.push(Reservation { at, ends_at, caller, cost, is_excused });
             before = at;
         }
         for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {

@@ -169,9 +169,8 @@ proptest! {
             let had_reservation = reserved_at > Time::ZERO && now >= reserved_at && is_given;
             prop_assert!(is_admitted || !had_reservation, "refused at {now:?}: {outcome:?}, reserved {reserved_at:?}");
             if outcome.reserved_at == Time::ZERO {
-                // Its reservation is void if it got in before.
+                // It isn't barred if it got in before.
                 if is_admitted && given.get(&caller).is_some_and(|(at, _)| *at > now) {
-                    given.remove(&caller);
                     forfeited.remove(&caller);
                 }
                 continue;
@@ -260,8 +259,7 @@ proptest! {
                 prop_assert!(is_given || outcome.reserved_at != reserved_at || !is_admitted, "admitted twice");
             }
             if is_admitted {
-                // A call that costs more than the reservation doesn't use it.
-                given.retain(|&of, (at, _)| of != caller || *at <= clock && outcome.reserved_at == Time::ZERO);
+                given.retain(|&of, _| of != caller || outcome.reserved_at == Time::ZERO);
             } else if outcome.reserved_at > Time::ZERO
                 && given.get(&caller).is_none_or(|(at, _)| *at != outcome.reserved_at)
             {
@@ -370,9 +368,9 @@ fn reservations_of_different_costs_keep_the_rate() {
     check_limit(&kind, &admitted).unwrap();
 }
 
-/// A caller that gets in early has no reservation any more, and isn't barred.
+/// A caller that gets in early keeps its reservation, and isn't barred if it doesn't use it.
 #[test]
-fn an_early_admission_gives_the_reservation_back() {
+fn an_early_admission_excuses_from_returning() {
     let window = LimitKind::Window(Window::new(2, Span::from_secs(1), 8).unwrap());
     let mut shared = Shared::new(window, rules(500, 500));
     shared.call(1, 1, Time::ZERO, at(0));
@@ -381,7 +379,10 @@ fn an_early_admission_gives_the_reservation_back() {
     assert_eq!(shared.call(4, 1, Time::ZERO, at(700)).reserved_at, at(1000));
     assert_eq!(shared.call(5, 1, Time::ZERO, at(700)).reserved_at, at(2500));
     let early = shared.call(5, 1, at(2500), at(1650));
-    assert_eq!((early.verdict, early.reserved_at, shared.records()), (Verdict::Admitted, Time::ZERO, 1));
+    assert_eq!((early.verdict, early.reserved_at, shared.records()), (Verdict::Admitted, Time::ZERO, 2));
+    // The fourth caller is barred, the fifth isn't.
+    shared.call(6, 1, Time::ZERO, at(9000));
+    assert_eq!(shared.records(), 1);
 }
 
 #[test]
@@ -396,6 +397,62 @@ fn foreign_reservations_admit_nothing() {
     assert_eq!(shared.call(2, 2, at(1000), at(1000)).verdict, Verdict::Refused);
     assert_eq!(shared.call(2, 1, at(1000), at(1000)).verdict, Verdict::Admitted);
     assert_eq!(shared.call(2, 1, at(1000), at(1000)).verdict, Verdict::Refused);
+}
+
+/// Callers that keep the whole burst occupied, by a long grace or a short burst, leave others a part of the rate.
+#[test]
+fn occupied_bursts_leave_others_their_part() {
+    for (count, burst, grace, late) in [
+        (10, 2, 250, None),
+        (10, 10, 2000, None),
+        (10, 2, 250, Some(240)),
+        (10, 2, 250, Some(1000)),
+        (100, 10, 250, Some(900)),
+    ] {
+        let rules = ReservationRules::new(Span::from_secs(4), 500, Span::from_millis(grace)).unwrap();
+        let mut shared = Shared::new(rate(count, burst), rules);
+        let mut due: BTreeMap<(Time, u64), u64> = (1..=300).map(|caller| ((START, caller), caller)).collect();
+        let mut honest = 0;
+        for step in 0..4000 {
+            let now = at(step * 5);
+            honest += u64::from(shared.call(0, 1, Time::ZERO, now).verdict == Verdict::Admitted);
+            while let Some(((_, caller), _)) =
+                due.first_key_value().filter(|((due_at, _), _)| *due_at <= now).map(|(k, v)| (*k, *v))
+            {
+                due.retain(|(_, of), _| *of != caller);
+                let reserved_at = shared.call(caller, 1, Time::NEVER, now).reserved_at;
+                let returns_at = match late {
+                    Some(millis) if reserved_at > now => reserved_at + Span::from_millis(millis),
+                    _ => now + Span::from_secs(1),
+                };
+                due.insert((returns_at, caller), caller);
+            }
+        }
+        assert!(honest >= 20 * count * 7 / 10, "{count}/s burst {burst}, grace {grace} ms, {late:?}: {honest}");
+    }
+}
+
+/// A caller that asks again and again takes one reservation at a time from those that return as told.
+#[test]
+fn an_eager_caller_leaves_reservations_to_others() {
+    let rules = ReservationRules::new(Span::from_secs(3), 500, Span::from_millis(900)).unwrap();
+    let mut shared = Shared::new(rate(10, 10), rules);
+    let mut due: BTreeMap<u64, Time> = (1..=20).map(|caller| (caller, START)).collect();
+    let (mut served, mut without) = (0, 0);
+    for step in 0..4000 {
+        let now = at(step * 5);
+        shared.call(99, 1, Time::ZERO, now);
+        for (caller, due_at) in &mut due {
+            if *due_at > now {
+                continue;
+            }
+            let outcome = shared.call(*caller, 1, Time::ZERO, now);
+            served += u32::from(outcome.verdict == Verdict::Admitted);
+            without += u32::from(outcome.verdict == Verdict::Refused && outcome.reserved_at == Time::ZERO);
+            *due_at = outcome.retry_at.max(now + Span::from_millis(5));
+        }
+    }
+    assert!(served >= 90 && without <= served / 2, "{served} served, {without} refused without a reservation");
 }
 
 /// Callers that reserve and never come cost others at most the share, for one horizon in eleven.

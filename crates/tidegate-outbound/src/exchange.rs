@@ -370,7 +370,8 @@ where
 
 /// The token of the reservation that a reply gives.
 fn reservation_to_present(headers: &HeaderMap) -> Option<HeaderValue> {
-    let value = headers.get(TIDEGATE_RESERVATION)?.to_str().ok()?;
+    let mut values = headers.get_all(TIDEGATE_RESERVATION).iter();
+    let value = values.next().filter(|_| values.next().is_none())?.to_str().ok()?;
     HeaderValue::try_from(value.parse::<ReplyReservation>().ok()?.token).ok()
 }
 

@@ -67,7 +67,8 @@ impl OutputMatches {
 
     /// The wait that the output asks for, from `now` on.
     pub(super) fn wait(&self, now: Time) -> Option<Span> {
-        let reservation = self.reservation.as_ref().map(|reservation| reservation.wait(self.retry_after, now));
+        let reservation =
+            self.reservation.as_ref().zip(self.retry_after).map(|(reservation, most)| reservation.wait(most, now));
         reservation.or(self.retry_after)
     }
 }

@@ -153,15 +153,19 @@ impl ReservedUsage {
         let last_at = self.queue.last_at;
         let at = match kind {
             LimitKind::Rate(rate) => {
+                let part = rules.part_of_burst(rate.burst());
+                if rules.is_kept && cost > part {
+                    return None;
+                }
                 let free_at = rate.retry_at(self.arrival(), cost, now);
                 let after_last = if last_at > Time::ZERO { last_at + rules.spacing(rate, cost) } else { now };
                 let mut at = free_at.max(after_last);
                 let mut together = cost;
                 for earlier in self.queue.reservations.iter().rev().take_while(|_| rules.is_kept) {
                     together = together.saturating_add(earlier.cost);
-                    if together > rate.burst() {
+                    if together > part {
                         // The burst can't hold all of them at once.
-                        let excess = rate.cost_units(together - rate.burst());
+                        let excess = rate.cost_units(together - part);
                         at = at.max(earlier.ends_at + Rate::units_to_span(excess));
                     }
                 }
@@ -268,8 +272,7 @@ impl ReservedUsage {
             (None, _) => outcome.record_charge(op.cost),
         }
         if let Some(index) = self.upcoming_of(batch.caller, now).filter(|_| used.is_none() && op.cost > 0) {
-            // A caller that got in early needs its reservation no more.
-            self.queue.reservations.remove(index);
+            self.queue.reservations[index].is_excused = true;
         }
     }
 

@@ -144,9 +144,14 @@ impl DocumentReader<'_> {
                 let usual = USUAL_GRACE.min(horizon);
                 let made = ReservationRules::new(horizon, share, grace.unwrap_or(usual));
                 match (made, kind) {
+                    (Ok(rules), LimitKind::Rate(rate)) if rules.part_of_burst(rate.burst()) == 0 => {
+                        let expected = "a burst of at least 2, or `share = 1`";
+                        let message = "a burst of 1 can't be kept for a reservation, because others need it";
+                        return self.error(at, message, expected).none();
+                    }
                     (Ok(rules), LimitKind::Rate(rate)) => {
-                        let held = rules.spacing(rate, 1).times(rate.burst() - 1);
-                        let grace = grace.unwrap_or(held.max(LEAST_GRACE).min(usual));
+                        let held = rules.spacing(rate, 1).times(rules.part_of_burst(rate.burst()));
+                        let grace = grace.unwrap_or((held - time_of_a_call(rate)).max(LEAST_GRACE).min(usual));
                         self.note_slow_reservations(rate, &rules, grace, at);
                         ReservationRules::new(horizon, share, grace)
                     }
@@ -159,16 +164,20 @@ impl DocumentReader<'_> {
 
     /// Notes that a burst can't hold as many reservations as the share allows within a grace.
     fn note_slow_reservations(&mut self, rate: &Rate, rules: &ReservationRules, grace: Span, at: TextRange) {
-        let burst = rate.burst();
-        let refill = Span::from_micros(rate.per().as_micros().div_ceil(rate.count()));
-        if rules.spacing(rate, 1).times(burst) >= grace + refill {
+        let (burst, part) = (rate.burst(), rules.part_of_burst(rate.burst()));
+        if rules.spacing(rate, 1).times(part) >= grace + time_of_a_call(rate) {
             return;
         }
         let message = format!(
-            "a burst of {burst} holds at most {burst} reservations within a grace of {} and the time of a call, so that less \
+            "a burst of {burst} holds at most {part} reservations within a grace of {} and the time of a call, so that less \
              than the share is reserved; a shorter grace or a larger burst prevents that",
             describe_duration(grace)
         );
         self.notes.push(Note::new(self.texts, at, &message));
     }
+}
+
+/// The time in which a rate refills one call.
+fn time_of_a_call(rate: &Rate) -> Span {
+    Span::from_micros(rate.per().as_micros().div_ceil(rate.count()))
 }

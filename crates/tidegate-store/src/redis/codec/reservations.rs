@@ -15,16 +15,17 @@ impl BatchCodec<'_> {
         buffer: &mut ArgumentBuffer,
     ) {
         let BatchContext { caller, reservation, .. } = self.batch.context();
-        let (part, longest_spacing) = match kind {
+        let (part, longest_spacing, burst_part) = match kind {
             LimitKind::Rate(rate) => {
                 let spacing = |cost| rules.spacing(rate, cost).as_micros();
-                (spacing(op.cost), spacing(rate.burst()))
+                (spacing(op.cost), spacing(rate.burst()), rules.part_of_burst(rate.burst()))
             }
-            kind => (rules.part_of(kind.capacity()), 0),
+            kind => (rules.part_of(kind.capacity()), 0, 0),
         };
         buffer.push_span(rules.horizon());
         buffer.push_number(part);
         buffer.push_number(longest_spacing);
+        buffer.push_number(burst_part);
         buffer.push_span(rules.grace());
         buffer.push_number(u64::from(rules.is_kept()));
         buffer.push_bytes(&caller.to_le_bytes());

@@ -25,7 +25,7 @@ local select_period
 
 -- The functions of limits with reservations; see `reservations.lua`. Their `has_penalty` is RESERVES, and their rules have this
 -- many bytes.
-local RESERVES, RESERVATION_RULE_BYTES = 2, 56
+local RESERVES, RESERVATION_RULE_BYTES = 2, 64
 local load_queue, evaluate_reserved, charge_reserved, reserve, save_queue
 
 -- Returns the milliseconds after which a state expires that is idle from `idle_at` on. It is kept for a quarter longer

@@ -1,22 +1,25 @@
 -- core/reservation.rs. A queue has a key of its own, after those of the operations. Its value is the time until which it is
--- kept, `last_at`, `charged_until` and the number of reservations. Then come the reservations, 32 bytes each: instant,
--- caller, cost and end; and the forfeits, 16 bytes each: end and caller.
+-- kept, `last_at`, `charged_until` and the number of reservations. Then come the reservations, 40 bytes each: instant,
+-- caller, cost, end, and 1 if the caller is excused from returning; and the forfeits, 16 bytes each: end and caller.
 
-local RESERVATION_BYTES, FORFEIT_BYTES, QUEUE_HEADER_BYTES, NO_CALLER = 32, 16, 32, string.rep('\0', 8)
+local RESERVATION_BYTES, FORFEIT_BYTES, QUEUE_HEADER_BYTES, NO_CALLER = 40, 16, 32, string.rep('\0', 8)
 
 load_queue = function(op)
   -- `part` is the cost that may be reserved or, for a rate, the least time between the last reservation and this one.
-  op.horizon, op.part, op.longest_spacing, op.grace, op.is_kept, op.caller, op.presented =
-    unpack('<dddddc8d', bytes, op.rules_position)
+  op.horizon, op.part, op.longest_spacing, op.burst_part, op.grace, op.is_kept, op.caller, op.presented =
+    unpack('<ddddddc8d', bytes, op.rules_position)
   local queue = { key = op.queue_key, reservations = '', forfeits = '', last_at = 0, charged_until = 0 }
   local value = call('GET', op.queue_key)
   if value then
-    local count
     queue.exists = true
-    queue.kept_until, queue.last_at, queue.charged_until, count = unpack('<dddd', value)
+    local kept_until, last_at, charged_until, count = unpack('<dddd', value)
     local forfeits_from = QUEUE_HEADER_BYTES + count * RESERVATION_BYTES + 1
-    queue.reservations = string.sub(value, QUEUE_HEADER_BYTES + 1, forfeits_from - 1)
-    queue.forfeits = string.sub(value, forfeits_from)
+    -- A value of another program is replaced.
+    if #value <= QUEUE_HEADER_BYTES + MAX_RECORDS * RESERVATION_BYTES and forfeits_from <= #value + 1 then
+      queue.kept_until, queue.last_at, queue.charged_until = kept_until, last_at, charged_until
+      queue.reservations = string.sub(value, QUEUE_HEADER_BYTES + 1, forfeits_from - 1)
+      queue.forfeits = string.sub(value, forfeits_from)
+    end
   end
   op.queue = queue
 end
@@ -26,7 +29,7 @@ local function count_reservations(queue)
 end
 
 local function read_reservation(queue, index)
-  return unpack('<dc8dd', queue.reservations, index * RESERVATION_BYTES + 1)
+  return unpack('<dc8ddd', queue.reservations, index * RESERVATION_BYTES + 1)
 end
 
 local function read_last_reservation(queue)
@@ -55,13 +58,19 @@ local function find_caller(op, records, size)
   end
 end
 
--- Removes the reservation at this index, whose grace has ended.
-local function forfeit(op, index)
-  local at, caller, _, ends_at = read_reservation(op.queue, index)
-  replace_reservation(op.queue, index, '')
-  if ends_at > at then
-    op.queue.forfeits = op.queue.forfeits .. pack('<dc8', at + op.horizon * FORFEIT_HORIZONS, caller)
-  end
+-- Returns the bytes of the forfeit of a reservation whose grace has ended. There are none if the caller is excused, or if no
+-- room was kept.
+local function forfeit_of(op, at, caller, ends_at, is_excused)
+  if ends_at == at or is_excused == 1 then return '' end
+  return pack('<dc8', at + op.horizon * FORFEIT_HORIZONS, caller)
+end
+
+-- Removes the first reservations, except those in `kept`, and adds these forfeits.
+local function remove_first(queue, count, kept, forfeits)
+  if count == 0 then return end
+  queue.reservations = table.concat(kept) .. string.sub(queue.reservations, count * RESERVATION_BYTES + 1)
+  queue.forfeits = queue.forfeits .. table.concat(forfeits)
+  queue.changed = true
 end
 
 -- Removes the forfeit of the caller.
@@ -115,18 +124,19 @@ end
 
 -- Removes what has ended by now, up to `counted` after the grace for the calls that still count.
 local function remove_ended(op, counted)
-  local queue, index = op.queue, 0
-  while index < count_reservations(queue) do
-    local _, caller, _, ends_at = read_reservation(queue, index)
+  local queue, index, kept, forfeits = op.queue, 0, {}, {}
+  local count = count_reservations(queue)
+  while index < count do
+    local at, caller, _, ends_at, is_excused = read_reservation(queue, index)
     if ends_at > now then break end
     if caller ~= NO_CALLER then
-      forfeit(op, index)
+      forfeits[#forfeits + 1] = forfeit_of(op, at, caller, ends_at, is_excused)
     elseif ends_at + counted > now then
-      index = index + 1
-    else
-      replace_reservation(queue, index, '')
+      kept[#kept + 1] = string.sub(queue.reservations, index * RESERVATION_BYTES + 1, (index + 1) * RESERVATION_BYTES)
     end
+    index = index + 1
   end
+  if #kept < index then remove_first(queue, index, kept, forfeits) end
 end
 
 -- Returns the cost of the reservations that may be used from `start` to `stop`.
@@ -192,23 +202,24 @@ end
 local function advance_rate(op, state)
   local queue = op.queue
   evaluate[RATE](op, state)
-  local held, charged = 0, 0
-  while charged < count_reservations(queue) do
+  local held, charged, ended, forfeits = 0, 0, 0, {}
+  local count = count_reservations(queue)
+  while charged < count do
     local at, _, cost = read_reservation(queue, charged)
     if at > queue.charged_until then break end
     held, charged = held + cost, charged + 1
   end
   while true do
-    local next_at, ends_at, first_cost, next_cost = now, nil, nil, nil
-    if charged < count_reservations(queue) then
+    local next_at, next_cost = now, nil
+    if charged < count then
       local at, _, cost = read_reservation(queue, charged)
       if at <= now then
         next_at, next_cost = at, cost
       end
     end
-    if queue.reservations ~= '' then
-      local _
-      _, _, first_cost, ends_at = read_reservation(queue, 0)
+    local first_at, caller, first_cost, ends_at, is_excused
+    if ended < count then
+      first_at, caller, first_cost, ends_at, is_excused = read_reservation(queue, ended)
     end
     if ends_at and ends_at <= next_at then
       hold(op, state, held, ends_at)
@@ -216,8 +227,8 @@ local function advance_rate(op, state)
       state.tat, state.tat_rest = state.tat - time, state.tat_rest - rest
       if state.tat_rest < 0 then state.tat, state.tat_rest = state.tat - 1, state.tat_rest + 1024 end
       if state.tat < ends_at then state.tat, state.tat_rest = ends_at, 0 end
-      held, charged, state.changed = held - first_cost, charged - 1, true
-      forfeit(op, 0)
+      held, ended, state.changed = held - first_cost, ended + 1, true
+      forfeits[ended] = forfeit_of(op, first_at, caller, ends_at, is_excused)
     elseif next_cost then
       hold(op, state, held, next_at)
       local time, rest = time_of_cost(op, next_cost)
@@ -230,6 +241,7 @@ local function advance_rate(op, state)
     end
   end
   hold(op, state, held, now)
+  remove_first(queue, ended, {}, forfeits)
 end
 
 -- Evaluates a call without a reservation. Sets `op.free_at` if it has no room.
@@ -321,13 +333,15 @@ end
 
 charge_reserved = function(op, state)
   if not op.own then
-    -- A caller that got in early needs its reservation no more.
-    if op.upcoming and op.cost > 0 then replace_reservation(op.queue, op.upcoming, '') end
+    if op.upcoming and op.cost > 0 then
+      local at, caller, cost, ends_at = read_reservation(op.queue, op.upcoming)
+      replace_reservation(op.queue, op.upcoming, pack('<dc8ddd', at, caller, cost, ends_at, 1))
+    end
     charge[op.kind](op, state)
     state.changed = true
   elseif op.kind == WINDOW then
-    local at, _, cost, ends_at = read_reservation(op.queue, op.own)
-    replace_reservation(op.queue, op.own, pack('<dc8dd', at, NO_CALLER, cost, ends_at))
+    local at, _, cost, ends_at, is_excused = read_reservation(op.queue, op.own)
+    replace_reservation(op.queue, op.own, pack('<dc8ddd', at, NO_CALLER, cost, ends_at, is_excused))
   else
     replace_reservation(op.queue, op.own, '')
     if op.kind == QUOTA then
@@ -350,13 +364,14 @@ local next_instant = {}
 
 next_instant[RATE] = function(op, state)
   local queue = op.queue
+  if op.is_kept == 1 and op.cost > op.burst_part then return nil end
   local at = time_of_room(op, state, op.cost)
   if queue.last_at > 0 then at = max(at, queue.last_at + op.part) end
   local together, index = op.cost, count_reservations(queue) - 1
   while op.is_kept == 1 and index >= 0 do
     local _, _, cost, ends_at = read_reservation(queue, index)
     together = together + cost
-    if together > op.burst then at = max(at, ends_at + ceil_time_of_cost(op, together - op.burst)) end
+    if together > op.burst_part then at = max(at, ends_at + ceil_time_of_cost(op, together - op.burst_part)) end
     index = index - 1
   end
   return at
@@ -400,7 +415,7 @@ reserve = function(op, state)
     local _, _, _, last_ends_at = read_last_reservation(queue)
     ends_at = max(ends_at, last_ends_at)
   end
-  queue.reservations = queue.reservations .. pack('<dc8dd', at, op.caller, op.cost, ends_at)
+  queue.reservations = queue.reservations .. pack('<dc8ddd', at, op.caller, op.cost, ends_at, 0)
   pardon(op)
   queue.last_at, queue.changed = at, true
   return at
