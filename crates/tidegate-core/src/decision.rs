@@ -192,10 +192,6 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.begins_block = blocks.clone().any(|(_, outcome)| outcome.verdict == Verdict::Refused);
         decision.backoff = blocks.map(|(_, outcome)| outcome.block).max();
         decision.blocked = decision.backoff.is_some();
-        decision.reservation = reservation_at(outcome.reserved_at);
-        let presented = batch.context().reservation;
-        decision.is_reservation_unknown =
-            presented > Time::ZERO && !outcomes.list().iter().any(|outcome| outcome.reserved_at == presented);
         decision.retry_after = (!outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now));
         if decision.blocked {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
@@ -203,20 +199,28 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.reason = if outcome.block_until > now { Reason::Penalty } else { Reason::Limit };
     } else if let Some((_, (op, outcome))) = least_remaining {
         set_limit_fields(&mut decision, op, outcome);
-        if batch.context().caller != 0 {
-            decision.reservation = outcomes.list().iter().find_map(|outcome| reservation_at(outcome.reserved_at));
-        }
-        decision.reason = match decision.reservation {
-            _ if paroled => Reason::Parole,
-            Some(_) => Reason::Reservation,
-            None => Reason::Ok,
-        };
+        decision.reason = if paroled { Reason::Parole } else { Reason::Ok };
+    }
+    if batch.context().caller != 0 {
+        set_reservation(&mut decision, batch, outcomes, refusal.map(|(_, outcome)| outcome));
     }
     decision
 }
 
-fn reservation_at(at: Time) -> Option<GivenReservation> {
-    (at > Time::ZERO).then_some(GivenReservation { at, signature: 0 })
+/// Sets the reservation by which a call was admitted, or which a refusal gave to its caller.
+#[cold]
+fn set_reservation(decision: &mut Decision, batch: &Batch, outcomes: &Outcomes, refusal: Option<&Outcome>) {
+    let is_used = |outcome: &&Outcome| !outcome.verdict.refuses() && outcome.reserved_at > Time::ZERO;
+    let outcome = refusal.or_else(|| outcomes.list().iter().find(is_used));
+    let at = outcome.map(|outcome| outcome.reserved_at).filter(|at| *at > Time::ZERO);
+    decision.reservation = at.map(|at| GivenReservation { at, signature: 0 });
+    if refusal.is_none() && at.is_some() && decision.reason == Reason::Ok {
+        decision.reason = Reason::Reservation;
+    }
+    let presented = batch.context().reservation;
+    decision.is_reservation_unknown = refusal.is_some()
+        && presented > Time::ZERO
+        && !outcomes.list().iter().any(|outcome| outcome.reserved_at == presented);
 }
 
 fn set_limit_fields(decision: &mut Decision, op: &Op, outcome: &Outcome) {

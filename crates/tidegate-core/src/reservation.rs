@@ -25,8 +25,8 @@ use crate::{PER_MILLE, Rate, Span, Time};
 
 /// The largest number of reservations and forfeits of one key. At the bound, refused callers get no reservation.
 pub const MAX_RECORDS: usize = 1024;
-/// The number of horizons from the instant of a reservation that was forfeited to the caller's next one. At least ten follow
-/// the grace, and the reservations of callers that never come are set aside in at most one of eleven.
+/// The number of horizons from the end of a reservation that was forfeited to the caller's next one: the reservations of
+/// callers that never come are set aside in less than one of eleven.
 pub const FORFEIT_HORIZONS: u64 = 11;
 /// The time after the grace in which a caller may come without being barred: it may know only whole seconds of waiting.
 pub const LATENESS: Span = Span::from_secs(1);
@@ -104,7 +104,7 @@ impl ReservationRules {
         self.is_kept
     }
 
-    /// The time for which a forfeit is remembered, from the instant of the reservation.
+    /// The time for which a forfeit is remembered.
     pub fn forfeit_time(&self) -> Span {
         self.horizon.times(FORFEIT_HORIZONS)
     }
@@ -145,8 +145,8 @@ pub struct Reservation {
 /// A caller that didn't return in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forfeit {
-    /// The time until which it gets no reservation.
-    pub until: Time,
+    /// The end of its reservation.
+    pub ended_at: Time,
     /// The caller's key.
     pub caller: u64,
 }
@@ -156,7 +156,7 @@ pub struct Forfeit {
 pub struct ReservationQueue {
     /// In the order of their instants and of their ends.
     pub reservations: Vec<Reservation>,
-    /// In the order of their ends.
+    /// In the order in which they ended.
     pub forfeits: Vec<Forfeit>,
     /// The instant of the last reservation that was made.
     pub last_at: Time,
@@ -175,8 +175,8 @@ impl ReservationQueue {
     }
 
     fn is_barred(&self, rules: &ReservationRules, caller: u64, now: Time) -> bool {
-        let is_over = |until: Time| until + rules.grace + LATENESS <= now + rules.forfeit_time();
-        self.forfeits.iter().any(|forfeit| forfeit.caller == caller && is_over(forfeit.until))
+        let is_late = |forfeit: &Forfeit| forfeit.ended_at + LATENESS <= now;
+        rules.is_kept && self.forfeits.iter().any(|forfeit| forfeit.caller == caller && is_late(forfeit))
     }
 
     fn has_record_room(&self) -> bool {
@@ -195,11 +195,10 @@ impl ReservationQueue {
             self.last_at = self.reservations.last().map_or(now, |last| last.at);
             self.charged_until = self.charged_until.min(self.last_at);
         }
-        let latest = latest + rules.forfeit_time();
-        if self.forfeits.last().is_some_and(|forfeit| forfeit.until > latest) {
+        if self.forfeits.last().is_some_and(|forfeit| forfeit.ended_at > latest) {
             self.forfeits.clear();
         }
-        let ended = self.forfeits.partition_point(|forfeit| forfeit.until <= now);
+        let ended = self.forfeits.partition_point(|forfeit| forfeit.ended_at + rules.forfeit_time() <= now);
         self.forfeits.drain(..ended);
     }
 
@@ -213,15 +212,15 @@ impl ReservationQueue {
     }
 
     /// Removes the reservation at this index, whose grace has ended.
-    fn forfeit(&mut self, index: usize, rules: &ReservationRules) {
+    fn forfeit(&mut self, index: usize) {
         let Reservation { at, ends_at, caller, is_excused, .. } = self.reservations.remove(index);
         if ends_at > at && !is_excused {
-            self.forfeits.push(Forfeit { until: at + rules.forfeit_time(), caller });
+            self.forfeits.push(Forfeit { ended_at: ends_at, caller });
         }
     }
 
     /// Removes what has ended by now, up to `counted` after the grace for the calls that still count.
-    fn remove_ended(&mut self, rules: &ReservationRules, counted: Span, now: Time) {
+    fn remove_ended(&mut self, counted: Span, now: Time) {
         let mut index = 0;
         while let Some(&Reservation { ends_at, caller, .. }) = self.reservations.get(index)
             && ends_at <= now
@@ -229,7 +228,7 @@ impl ReservationQueue {
             match caller {
                 0 if ends_at + counted > now => index += 1,
                 0 => drop(self.reservations.remove(index)),
-                _ => self.forfeit(index, rules),
+                _ => self.forfeit(index),
             }
         }
     }

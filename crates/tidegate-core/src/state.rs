@@ -353,6 +353,13 @@ impl KeyState {
     pub fn apply(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) -> bool {
         let &OpContext { op, limit, batch, now } = context;
         if limit.reservations().is_some() {
+            if let (LimitKind::Window(window), Verb::Refund) = (limit.kind(), op.verb) {
+                // A call by a reservation isn't in the log, and another one must not be forgotten for it.
+                let log = self.reserved().log();
+                window.refresh(log, now);
+                window.refund_exactly(log, op.cost, batch.counted_at, now);
+                return true;
+            }
             // A report concerns the calls alone: reservations stay.
             let plain = limit.without_reservations();
             let mut calls = Self::new(core::mem::take(&mut self.reserved().usage), PenaltyRecord::default());

@@ -95,8 +95,8 @@ fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
                 before = *at;
             }
             write_number(bytes, forfeits.len() as u64);
-            for Forfeit { until, caller } in forfeits {
-                write_time(bytes, *until);
+            for Forfeit { ended_at, caller } in forfeits {
+                write_time(bytes, *ended_at);
                 write_number(bytes, *caller);
             }
             write_usage(bytes, &reserved.usage);
@@ -232,7 +232,7 @@ impl StateDecoder<'_> {
             before = at;
         }
         for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
-            queue.forfeits.push(Forfeit { until: self.time()?, caller: self.number()? });
+            queue.forfeits.push(Forfeit { ended_at: self.time()?, caller: self.number()? });
         }
         Some(queue)
     }

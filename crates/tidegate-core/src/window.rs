@@ -172,11 +172,8 @@ impl Window {
     /// one that has left the window changes nothing. Otherwise, or if `from` is unknown ([`Time::ZERO`]), the oldest
     /// entries are removed, so that no slot becomes free too early.
     pub fn refund(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) {
-        if from > Time::ZERO {
-            let gone = now.since(from) >= self.window;
-            if gone || self.is_exact() && log.subtract_at(from, cost) {
-                return;
-            }
+        if self.refund_exactly(log, cost, from, now) {
+            return;
         }
         let mut rest = cost;
         while rest > 0 {
@@ -188,6 +185,12 @@ impl Window {
             rest -= oldest.count;
             log.pop_front();
         }
+    }
+
+    /// Gives back the cost of a call that was counted `from` this time on, if the window tells it from others. Returns true if
+    /// it does, or no longer counts the call.
+    pub fn refund_exactly(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) -> bool {
+        from > Time::ZERO && (now.since(from) >= self.window || self.is_exact() && log.subtract_at(from, cost))
     }
 
     /// Merges entries in the same cell of the grid. Until few calls are left, new entries are then merged immediately:

@@ -189,7 +189,9 @@ proptest! {
             }
             given.insert(caller, (new_at, cost));
             let until = forfeited.remove(&caller).unwrap_or(Time::ZERO);
-            let is_just_late = until + rules.grace() + LATENESS > now + rules.forfeit_time();
+            // Each reservation keeps the end that it had by its rules, or that of the one before.
+            let longest = rules_in_turn[0].grace().max(rules_in_turn[1].grace());
+            let is_just_late = until + longest + LATENESS > now + rules.forfeit_time();
             prop_assert!(until <= now || is_just_late, "a reservation after a forfeit: {outcome:?}");
             order += 1;
             // A caller that has lost its reservation doesn't keep another one.

@@ -238,9 +238,8 @@ where
         }
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
-        if let Some(token) = reservation_to_present(&head.headers) {
-            let usable_from = now + report.retry_after.unwrap_or(Span::ZERO);
-            self.reservation = Some(HeldReservation { token, credential, usable_from });
+        if let (Some(token), Some(wait)) = (reservation_to_present(&head.headers), report.retry_after) {
+            self.reservation = Some(HeldReservation { token, credential, usable_from: now + wait });
         }
         // A stream of events isn't a single document, and reading ahead would delay it.
         let is_applicable = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use tidegate_core::{Batch, MAX_OPS, Op, Verb};
+use tidegate_core::batch::BatchContext;
+use tidegate_core::{Batch, MAX_OPS, Op, Time, Verb};
 
 use crate::key::{KeyError, KeyPart, KeySeed};
 use crate::path::NormalisedPath;
@@ -144,7 +145,10 @@ impl Plan {
     ) -> Result<(), KeyError> {
         let mut own = Batch::new(batch.holder());
         self.fill_action(&mut own, action, query, seed, verb)?;
-        let affinity = own.context().affinity;
+        let BatchContext { affinity, caller, .. } = own.context();
+        if batch.context().caller == 0 {
+            batch.set_caller(caller, Time::ZERO);
+        }
         if batch.ops().is_empty() {
             batch.set_affinity(affinity);
         }

@@ -57,6 +57,32 @@ fn a_reservation_is_the_callers_own_and_admits_once() {
     assert!(without_token.allowed && without_token.by_reservation, "{without_token:?}");
 }
 
+/// A path that can be read in two ways is counted by both, with one caller.
+#[test]
+fn a_path_of_two_readings_has_a_reservation() {
+    let two = r#"
+        [inbound.action.own]
+        match = { path = "/own/*" }
+        key = "path"
+        limit = "9 per 60s"
+        [inbound.action.all]
+        match = { path = "/*" }
+        key = "action"
+        limit = "2/s burst 2"
+        reserve = { share = 1 }
+    "#;
+    let (gate, clock) = gate(two);
+    let call = |ip: &str, reservation: Option<&str>| {
+        let query = Query { ip: Some(ip.parse().unwrap()), path: Some("/own%2Fy"), reservation, ..Query::default() };
+        gate.report(&gate.check_now(&query).unwrap())
+    };
+    assert!(call("192.0.2.1", None).allowed && call("192.0.2.2", None).allowed);
+    let reservation = call("192.0.2.3", None).reservation.unwrap();
+    clock.advance(Span::from_millis(500));
+    assert!(!call("192.0.2.4", None).allowed);
+    assert!(call("192.0.2.3", Some(&reservation.token)).by_reservation);
+}
+
 #[test]
 fn other_limits_outrank_a_reservation() {
     let (gate, clock) = gate(SHARED);
@@ -111,6 +137,9 @@ fn forged_tokens_admit_nothing() {
             continue;
         }
         let refused = caller.call("192.0.2.4", Some(&forged));
+        assert!(!refused.allowed && refused.unknown_reservation, "{forged}");
+        // Its instant is right, and has come.
+        let refused = caller.call("192.0.2.3", Some(&forged));
         assert!(!refused.allowed && refused.unknown_reservation, "{forged}");
     }
     assert!(caller.call("192.0.2.3", Some(&reservation.token)).by_reservation);

@@ -23,9 +23,9 @@ impl ReservedUsage {
         let queue = &self.queue;
         let reserved = queue.reservations.last().map_or(Time::ZERO, |last| {
             // A caller that doesn't return is remembered.
-            last.at + if rules.is_kept { rules.forfeit_time() } else { Span::ZERO }
+            last.ends_at + if rules.is_kept { rules.forfeit_time() } else { Span::ZERO }
         });
-        let forfeited = queue.forfeits.last().map_or(Time::ZERO, |forfeit| forfeit.until);
+        let forfeited = queue.forfeits.last().map_or(Time::ZERO, |last| last.ended_at + rules.forfeit_time());
         let next = match kind {
             LimitKind::Window(window) => self.reserved_until(window).max(queue.last_at),
             LimitKind::Rate(rate) if queue.last_at > Time::ZERO => queue.last_at + rules.spacing(rate, rate.burst()),
@@ -47,7 +47,7 @@ impl ReservedUsage {
         self.queue.reservations.last().map_or(Time::ZERO, |last| last.ends_at + window.window())
     }
 
-    fn log(&mut self) -> &mut WindowLog {
+    pub(crate) fn log(&mut self) -> &mut WindowLog {
         if !matches!(self.usage, Usage::Window(_)) {
             self.usage = Usage::Window(WindowLog::default());
         }
@@ -62,17 +62,17 @@ impl ReservedUsage {
     fn advance(&mut self, rules: &ReservationRules, kind: &LimitKind, now: Time) {
         self.queue.refresh(rules, now);
         match kind {
-            LimitKind::Rate(rate) if rules.is_kept => self.advance_rate(rules, rate, now),
+            LimitKind::Rate(rate) if rules.is_kept => self.advance_rate(rate, now),
             LimitKind::Rate(rate) => {
-                self.queue.remove_ended(rules, Span::ZERO, now);
+                self.queue.remove_ended(Span::ZERO, now);
                 self.usage = Usage::Rate(rate.refresh(self.arrival(), now));
             }
             LimitKind::Window(window) => {
                 window.refresh(self.log(), now);
-                self.queue.remove_ended(rules, window.window(), now);
+                self.queue.remove_ended(window.window(), now);
             }
             LimitKind::Quota(quota) => {
-                self.queue.remove_ended(rules, Span::ZERO, now);
+                self.queue.remove_ended(Span::ZERO, now);
                 let mut usage = self.quota_usage();
                 quota.refresh(&mut usage, now);
                 self.usage = Usage::Quota(usage);
@@ -83,7 +83,7 @@ impl ReservedUsage {
 
     /// Charges a rate for each reservation at its instant, and gives the charge back at the end of its grace. Until the
     /// caller returns, the charge is part of what the burst holds.
-    fn advance_rate(&mut self, rules: &ReservationRules, rate: &Rate, now: Time) {
+    fn advance_rate(&mut self, rate: &Rate, now: Time) {
         let mut arrival = rate.refresh(self.arrival(), now);
         let queue = &mut self.queue;
         let mut held = queue.held_cost();
@@ -96,7 +96,7 @@ impl ReservedUsage {
                 (Some((ends_at, cost)), _) if ends_at <= next.map_or(now, |next| next.at) => {
                     arrival = rate.refund_at(rate.hold(arrival, held, ends_at), cost, ends_at);
                     held = held.saturating_sub(cost);
-                    queue.forfeit(0, rules);
+                    queue.forfeit(0);
                 }
                 (_, Some(Reservation { at, cost, .. })) => {
                     arrival = rate.charge_at(rate.hold(arrival, held, at), cost, at);
@@ -129,14 +129,14 @@ impl ReservedUsage {
             LimitKind::Window(window) => {
                 let held = self.held_in_window(rules, window);
                 let reserved_until = self.reserved_until(window);
-                let status = window.status(self.log(), cost.saturating_add(held), now);
+                let status = window.status(self.log(), beside(held, cost), now);
                 with_held(status, held, cost, reserved_until)
             }
             LimitKind::Quota(quota) => {
                 let usage = self.quota_usage();
                 let period = quota.period(now);
                 let held = if rules.is_kept { self.queue.cost_in(period) } else { 0 };
-                let status = quota.status(&usage, cost.saturating_add(held), now);
+                let status = quota.status(&usage, beside(held, cost), now);
                 with_held(status, held, cost, period.end)
             }
             _ => LimitStatus { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now },
@@ -271,8 +271,10 @@ impl ReservedUsage {
             (Some(index), _) => drop(self.queue.reservations.remove(index)),
             (None, _) => outcome.record_charge(op.cost),
         }
-        if let Some(index) = self.upcoming_of(batch.caller, now).filter(|_| used.is_none() && op.cost > 0) {
-            self.queue.reservations[index].is_excused = true;
+        if let Some(index) = self.upcoming_of(batch.caller, now).filter(|_| used.is_none()) {
+            let reservation = &mut self.queue.reservations[index];
+            // A cheaper call isn't the one that was refused.
+            reservation.is_excused |= op.cost >= reservation.cost;
         }
     }
 
@@ -293,6 +295,11 @@ impl ReservedUsage {
         outcome.reset_at = outcome.reset_at.max(at);
         true
     }
+}
+
+/// The cost that must have room for a call of `cost`. A call that costs nothing needs none.
+fn beside(held: u64, cost: u64) -> u64 {
+    if cost == 0 { 0 } else { cost.saturating_add(held) }
 }
 
 /// The status of a limit of which `held` is kept for others. If that leaves too little for `cost`, there is room at

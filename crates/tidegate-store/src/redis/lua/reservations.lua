@@ -60,9 +60,9 @@ end
 
 -- Returns the bytes of the forfeit of a reservation whose grace has ended. There are none if the caller is excused, or if no
 -- room was kept.
-local function forfeit_of(op, at, caller, ends_at, is_excused)
+local function forfeit_of(at, caller, ends_at, is_excused)
   if ends_at == at or is_excused == 1 then return '' end
-  return pack('<dc8', at + op.horizon * FORFEIT_HORIZONS, caller)
+  return pack('<dc8', ends_at, caller)
 end
 
 -- Removes the first reservations, except those in `kept`, and adds these forfeits.
@@ -85,8 +85,7 @@ end
 local function is_barred(op)
   local index = find_caller(op, op.queue.forfeits, FORFEIT_BYTES)
   if not index then return false end
-  local over_at = unpack('<d', op.queue.forfeits, index * FORFEIT_BYTES + 1) + op.grace + LATENESS
-  return over_at <= now + op.horizon * FORFEIT_HORIZONS
+  return op.is_kept == 1 and unpack('<d', op.queue.forfeits, index * FORFEIT_BYTES + 1) + LATENESS <= now
 end
 
 local function refresh_queue(op)
@@ -108,13 +107,13 @@ local function refresh_queue(op)
     queue.charged_until, queue.changed = min(queue.charged_until, queue.last_at), true
   end
   if queue.forfeits ~= '' then
-    latest = latest + op.horizon * FORFEIT_HORIZONS
     if unpack('<d', queue.forfeits, #queue.forfeits - FORFEIT_BYTES + 1) > latest then
       queue.forfeits, queue.changed = '', true
     end
   end
   local ended = 1
-  while ended < #queue.forfeits and unpack('<d', queue.forfeits, ended) <= now do
+  local oldest = now - op.horizon * FORFEIT_HORIZONS
+  while ended < #queue.forfeits and unpack('<d', queue.forfeits, ended) <= oldest do
     ended = ended + FORFEIT_BYTES
   end
   if ended > 1 then
@@ -130,7 +129,7 @@ local function remove_ended(op, counted)
     local at, caller, _, ends_at, is_excused = read_reservation(queue, index)
     if ends_at > now then break end
     if caller ~= NO_CALLER then
-      forfeits[#forfeits + 1] = forfeit_of(op, at, caller, ends_at, is_excused)
+      forfeits[#forfeits + 1] = forfeit_of(at, caller, ends_at, is_excused)
     elseif ends_at + counted > now then
       kept[#kept + 1] = string.sub(queue.reservations, index * RESERVATION_BYTES + 1, (index + 1) * RESERVATION_BYTES)
     end
@@ -228,7 +227,7 @@ local function advance_rate(op, state)
       if state.tat_rest < 0 then state.tat, state.tat_rest = state.tat - 1, state.tat_rest + 1024 end
       if state.tat < ends_at then state.tat, state.tat_rest = ends_at, 0 end
       held, ended, state.changed = held - first_cost, ended + 1, true
-      forfeits[ended] = forfeit_of(op, first_at, caller, ends_at, is_excused)
+      forfeits[ended] = forfeit_of(first_at, caller, ends_at, is_excused)
     elseif next_cost then
       hold(op, state, held, next_at)
       local time, rest = time_of_cost(op, next_cost)
@@ -278,7 +277,7 @@ end
 -- Evaluates a limit of which `held` is kept for others. If that leaves too little, there is room at `ends_at`.
 local function evaluate_with_held(op, state, held, ends_at)
   local cost = op.cost
-  op.held, op.cost = held, cost + held
+  op.held, op.cost = held, cost == 0 and 0 or cost + held
   local fits = evaluate[op.kind](op, state)
   if op.exceeds_capacity == 0 and op.cost > op.limit then
     fits, op.free_at = false, ends_at
@@ -333,8 +332,12 @@ end
 
 charge_reserved = function(op, state)
   if not op.own then
-    if op.upcoming and op.cost > 0 then
-      local at, caller, cost, ends_at = read_reservation(op.queue, op.upcoming)
+    local at, caller, cost, ends_at
+    if op.upcoming then
+      at, caller, cost, ends_at = read_reservation(op.queue, op.upcoming)
+    end
+    -- A cheaper call isn't the one that was refused.
+    if op.upcoming and op.cost >= cost then
       replace_reservation(op.queue, op.upcoming, pack('<dc8ddd', at, caller, cost, ends_at, 1))
     end
     charge[op.kind](op, state)
@@ -426,12 +429,13 @@ save_queue = function(op)
   if not queue.changed then return end
   local idle_at, count = queue.last_at, count_reservations(queue)
   if count > 0 then
-    local at, _, _, ends_at = read_last_reservation(queue)
-    idle_at = max(idle_at, at + op.is_kept * op.horizon * FORFEIT_HORIZONS)
+    local _, _, _, ends_at = read_last_reservation(queue)
+    idle_at = max(idle_at, ends_at + op.is_kept * op.horizon * FORFEIT_HORIZONS)
     if op.kind == WINDOW then idle_at = max(idle_at, ends_at + op.window) end
   end
   if queue.forfeits ~= '' then
-    idle_at = max(idle_at, (unpack('<d', queue.forfeits, #queue.forfeits - FORFEIT_BYTES + 1)))
+    local last_ended_at = unpack('<d', queue.forfeits, #queue.forfeits - FORFEIT_BYTES + 1)
+    idle_at = max(idle_at, last_ended_at + op.horizon * FORFEIT_HORIZONS)
   end
   if queue.last_at > 0 and op.kind == RATE then idle_at = max(idle_at, queue.last_at + op.longest_spacing) end
   local value = pack('<ddd', queue.last_at, queue.charged_until, count) .. queue.reservations .. queue.forfeits

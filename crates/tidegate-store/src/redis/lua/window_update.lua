@@ -47,6 +47,8 @@ local function refund(op, state)
     if now - counted_at >= op.window then return end
     if op.cell_length == 0 and remove_from_slot(state, counted_at, op.cost) then return end
   end
+  -- A call by a reservation isn't among the slots, and another one must not be forgotten for it.
+  if op.has_penalty == RESERVES then return end
   local rest = op.cost
   while rest > 0 and state.tail > state.head do
     local at, count = read_slot(state, state.head)
