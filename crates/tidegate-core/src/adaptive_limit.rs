@@ -368,6 +368,7 @@ impl AdaptiveLimit {
     /// Returns as much of a raised limit as the ceiling allows. It rises by steps that double.
     fn allowed_by_ceiling(&mut self, raised: u32, now: Time) -> u32 {
         let Some(ceiling) = self.ceiling.as_mut().filter(|ceiling| raised > ceiling.limit) else { return raised };
+        ceiling.refused_at = ceiling.refused_at.min(now);
         if now.since(ceiling.refused_at) >= REFUSED_TIME {
             ceiling.limit = ceiling.limit.saturating_add(ceiling.step);
             (ceiling.refused_at, ceiling.step) = (now, ceiling.step.saturating_mul(2));

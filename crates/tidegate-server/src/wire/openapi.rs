@@ -105,9 +105,9 @@ mod tests {
 
     #[test]
     fn the_document_has_every_reason() {
-        use Reason::{AllowList, DenyList, Limit, Ok, Parole, Penalty, Unlimited};
+        use Reason::{AllowList, DenyList, Limit, Ok, Parole, Penalty, Reservation, Unlimited};
         let document = document();
-        let reasons = [Ok, Unlimited, Parole, AllowList, DenyList, Limit, Penalty].map(Reason::as_str);
+        let reasons = [Ok, Unlimited, Parole, Reservation, AllowList, DenyList, Limit, Penalty].map(Reason::as_str);
         let listed = &document["components"]["schemas"]["Decision"]["properties"]["reason"]["enum"];
         assert_eq!(texts(listed), BTreeSet::from(reasons));
     }

@@ -1,7 +1,7 @@
 //! Reservations that callers present, and the signatures of those that they get.
 
 use tidegate_core::decision::decide;
-use tidegate_core::{Batch, Clock, Decision, Outcomes, Time};
+use tidegate_core::{Batch, Clock, Decision, Op, Outcomes, Time};
 use tidegate_policy::{Query, ReservationToken, TIDEGATE_RESERVATION};
 use tidegate_store::Store;
 
@@ -16,7 +16,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let Some(text) = query.reservation.or_else(in_headers) else { return };
         let (limits, caller) = (self.0.plan.limits(), batch.context().caller);
         let instant = text.parse::<ReservationToken>().ok().and_then(|token| {
-            batch.ops().iter().find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
+            let reserving = |op: &&Op| limits.get(op.limit).is_some_and(|limit| limit.reservations().is_some());
+            batch.ops().iter().filter(reserving).find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
         });
         batch.set_caller(caller, instant.unwrap_or(Time::NEVER));
     }
