@@ -17,7 +17,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let (limits, caller) = (self.0.plan.limits(), batch.context().caller);
         let instant = text.parse::<ReservationToken>().ok().and_then(|token| {
             let reserving = |op: &&Op| limits.get(op.limit).is_some_and(|limit| limit.reservations().is_some());
-            batch.ops().iter().filter(reserving).find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
+            batch
+                .ops()
+                .iter()
+                .filter(reserving)
+                .find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
         });
         batch.set_caller(caller, instant.unwrap_or(Time::NEVER));
     }
