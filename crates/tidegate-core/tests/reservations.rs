@@ -303,14 +303,14 @@ fn a_herd_is_served_in_two_calls_each() {
 }
 
 #[test]
-fn a_late_caller_forfeits_its_place() {
+fn a_late_caller_forfeits_its_reservation() {
     let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
     assert_eq!(shared.call(1, 1, Time::ZERO, at(0)).verdict, Verdict::Admitted);
     let first = shared.call(2, 1, Time::ZERO, at(0));
     assert_eq!((first.verdict, first.reserved_at), (Verdict::Refused, at(1000)));
     // Asked again, it is told the same.
     assert_eq!(shared.call(2, 1, Time::ZERO, at(100)).reserved_at, at(1000));
-    // The place isn't another caller's, and that one gets the next.
+    // It isn't another caller's, and that one gets the next.
     let second = shared.call(3, 1, Time::ZERO, at(1000));
     assert_eq!((second.verdict, second.reserved_at), (Verdict::Refused, at(2500)));
     // Too late: it has become another's, and there is no new one.
@@ -463,13 +463,13 @@ fn forfeits_bound_the_cost_of_absent_callers() {
     for share in [500_u16, 1000] {
         let rules = rules(share, 900);
         let mut shared = Shared::new(rate(10, 10), rules);
-        // As many as the share of one horizon has places for. They come back as often as they can.
+        // As many as the share of one horizon has reservations for. They come back as often as they can.
         let absent = 10 * 30 * u64::from(share) / 1000;
         let cycle_secs = 30 * FORFEIT_HORIZONS;
         let mut admitted = Vec::new();
         for step in 0..cycle_secs * 10 {
             let now = at(step * 100);
-            // The honest caller has no place of its own, and takes what is free.
+            // The honest caller has no reservation, and takes what is free.
             while shared.call(0, 1, Time::ZERO, now).verdict == Verdict::Admitted {
                 admitted.push(now);
             }
