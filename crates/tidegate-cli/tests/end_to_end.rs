@@ -243,6 +243,34 @@ fn nginx_with_the_snippet_enforces_limits() {
     assert_eq!(answer.body, "a page of nginx");
 }
 
+#[test]
+fn nginx_with_the_snippet_passes_reservations_on() {
+    let (front, upstream, application) = (free_port(), free_port(), free_port());
+    let policy = "[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n[api]\ndeny_status = 403\n[inbound.action.all]\n\
+        match = { path = \"/*\" }\nkey = \"action\"\nlimit = \"1 per 2s\"\nreserve = { share = 1 }\n";
+    let (_gate, ports) = gate(policy, upstream);
+    let tells_token = "location / { default_type text/plain; return 200 'token: $http_tidegate_reservation'; }";
+    let snippet = nginx_snippet(front, ports.api, application, false);
+    let more = format!("{snippet}server {{ listen 127.0.0.1:{application}; {tells_token} }}");
+    let Some(_server) = pages(&more, upstream, front) else { return };
+    let mut client = HttpClient::connect(front).unwrap();
+    assert_eq!(client.request(get_request("/page")).status, 200);
+    let refusal = client.request(get_request("/page"));
+    let (token, at) = refusal.header("tidegate-reservation").unwrap().split_once(";at=").unwrap();
+    assert_eq!(refusal.status, 429);
+    thread::sleep(wait_until(at.parse().unwrap()));
+    let request =
+        format!("GET /page HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\nTidegate-Reservation: {token}\r\n\r\n");
+    let answer = HttpClient::connect(front).unwrap().request(request);
+    assert_eq!((answer.status, answer.body.as_str()), (200, "token: "), "{}", answer.head);
+}
+
+/// The time from now until a moment in milliseconds since the Unix epoch.
+fn wait_until(millis: u64) -> Duration {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    Duration::from_millis(millis + 10).saturating_sub(now)
+}
+
 /// The lines with which the guide lets requests pass while the gate is away: into a block, and beside it.
 const NGINX_OPEN: [&str; 2] = [
     "        proxy_connect_timeout 1s;\n        proxy_read_timeout 1s;\n        error_page 502 504 = @tidegate_away;\n",

@@ -20,6 +20,8 @@ pub enum Reason {
     DenyList,
     /// A limit has no room.
     Limit,
+    /// A limit has no room, and the caller has a reservation of it.
+    Reserved,
     /// A block is in force.
     Penalty,
 }
@@ -35,6 +37,7 @@ impl Reason {
             Self::AllowList => "allow_list",
             Self::DenyList => "deny_list",
             Self::Limit => "limit",
+            Self::Reserved => "reserved",
             Self::Penalty => "penalty",
         }
     }
@@ -214,9 +217,11 @@ fn set_reservation(decision: &mut Decision, batch: &Batch, outcomes: &Outcomes, 
     let outcome = refusal.or_else(|| outcomes.list().iter().find(is_used));
     let at = outcome.map(|outcome| outcome.reserved_at).filter(|at| *at > Time::ZERO);
     decision.reservation = at.map(|at| GivenReservation { at, signature: 0 });
-    if refusal.is_none() && at.is_some() && decision.reason == Reason::Ok {
-        decision.reason = Reason::Reservation;
-    }
+    decision.reason = match decision.reason {
+        Reason::Ok if at.is_some() => Reason::Reservation,
+        Reason::Limit if at.is_some() && refusal.is_some() => Reason::Reserved,
+        other => other,
+    };
     let presented = batch.context().reservation;
     decision.is_reservation_unknown = refusal.is_some()
         && presented > Time::ZERO

@@ -495,7 +495,7 @@ mod tests {
                     .key("action")
                     .reserve(ReservationOptions::new().horizon("20s").share(1.0).grace("500ms").by(["key"])),
             )
-            .action("spread", ActionSpec::new("5 per 60s").key("action").spread("10s"))
+            .action("spread", ActionSpec::new("5 per 60s").key("action").spread("60s"))
             .action("mixed", ActionSpec::limits([LimitSpec::new("1/s").name("a"), "5 per 60s".into()]))
             .deny("192.0.2.0/24");
         let text = built.to_toml();

@@ -33,14 +33,16 @@ pub(crate) fn describe_limit(
 }
 
 /// Describes the reservations that refused callers get.
-pub(crate) fn describe_reservations(rules: &ReservationRules) -> String {
+pub(crate) fn describe_reservations(rules: &ReservationRules, by: &[KeyPart]) -> String {
     let horizon = describe_duration(rules.horizon());
     if !rules.is_kept() {
         return format!("; refused callers are told instants one after the other, up to {horizon} ahead");
     }
-    let share = rules.share() as f64 / 10.0;
-    let grace = describe_duration(rules.grace());
-    format!("; refused callers get reservations, up to {horizon} ahead and for {share} % of it, each kept for {grace}")
+    let (share, grace, by) = (rules.share() as f64 / 10.0, describe_duration(rules.grace()), join_parts(by, " and "));
+    format!(
+        "; refused callers, told apart by {by}, get reservations, up to {horizon} ahead and for {share} % of it, each kept \
+         for {grace}"
+    )
 }
 
 /// Describes the most that a quantity allows with its penalty, whose paroles admit further calls of this cost.
@@ -147,7 +149,7 @@ pub(crate) fn rate_limit_policy(name: &str, quantity: &Quantity) -> Option<RateL
 }
 
 /// Joins the parts of a key: "client_ip and header:x-tenant".
-fn join_parts<'p>(parts: impl IntoIterator<Item = &'p KeyPart>, word: &str) -> String {
+pub(crate) fn join_parts<'p>(parts: impl IntoIterator<Item = &'p KeyPart>, word: &str) -> String {
     parts.into_iter().map(KeyPart::to_string).collect::<Vec<_>>().join(word)
 }
 

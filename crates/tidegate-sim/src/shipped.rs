@@ -41,10 +41,22 @@ pub fn find(name: &str) -> Result<&'static ShippedScenario, UnknownScenarioError
 
 /// The error of a name that no shipped scenario has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("there is neither a file nor a shipped scenario {requested:?}{}", nearest.map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
+#[error("there is neither a file nor a shipped scenario {requested:?}{}", self.hint())]
 pub struct UnknownScenarioError {
     /// The requested name, cut to 128 characters.
     pub requested: String,
     /// The most similar name that exists, if any is similar.
     pub nearest: Option<&'static str>,
+}
+
+impl UnknownScenarioError {
+    fn hint(&self) -> String {
+        match self.nearest {
+            _ if SUITES.iter().any(|suite| suite.name == self.requested) => {
+                format!("; the suite of this name is run by `--suite {}`", self.requested)
+            }
+            Some(name) => format!("; did you mean {name:?}?"),
+            None => String::new(),
+        }
+    }
 }

@@ -8,7 +8,7 @@ use super::{CallFailure, CallRules, MAX_LEAD, ProviderStats, RejectedCredentials
 use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
-use crate::{AdaptiveLimit, Batch, Breaker, Budget, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
+use crate::{AdaptiveLimit, Batch, Breaker, Budget, Class, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
 
 /// The shortest time that callers are told to wait for a probe.
 const MIN_PROBE_TIME: Span = Span::from_secs(1);
@@ -49,7 +49,8 @@ pub struct ProviderState {
 pub(super) struct RoundTripStats {
     /// The shortest time from a grant to its reply. It rises slowly, in case the network path becomes longer.
     shortest: Option<Span>,
-    /// The smoothed time and its mean deviation, computed like TCP round trips (RFC 6298 §2).
+    /// The smoothed time of replies that prove a working provider, and its mean deviation, computed like TCP round trips
+    /// (RFC 6298 §2). Quick errors would make it too short.
     smoothed: Span,
     deviation: Span,
     granted_at: Time,
@@ -66,7 +67,7 @@ impl RoundTripStats {
     }
 
     /// Learns from the end of a request, without a reply only a lower bound. Returns true if it may delay the next one.
-    pub(super) fn record_end(&mut self, granted_at: Time, elapsed: Span, delivery: Delivery) -> bool {
+    pub(super) fn record_end(&mut self, granted_at: Time, elapsed: Span, delivery: Delivery, class: Class) -> bool {
         if delivery == Delivery::Unsent {
             return false;
         }
@@ -75,7 +76,9 @@ impl RoundTripStats {
         let excess = elapsed.as_micros() - quickest.as_micros();
         if delivery == Delivery::Answered {
             self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
-            self.update_smoothed(elapsed.as_micros(), is_first);
+            if matches!(class, Class::Success | Class::Permanent | Class::Auth) {
+                self.update_smoothed(elapsed.as_micros());
+            }
         }
         // The first one can't be compared, and its time includes the connection setup.
         let late = if is_first { elapsed } else { Span::from_micros(excess) };
@@ -85,9 +88,9 @@ impl RoundTripStats {
         granted_at == self.granted_at && !late.is_zero()
     }
 
-    fn update_smoothed(&mut self, elapsed: u64, is_first: bool) {
+    fn update_smoothed(&mut self, elapsed: u64) {
         let (usual, deviation) = (self.smoothed.as_micros(), self.deviation.as_micros());
-        let (usual, deviation) = if is_first {
+        let (usual, deviation) = if usual == 0 {
             (elapsed, elapsed / 2)
         } else {
             (usual - usual / 8 + elapsed / 8, deviation - deviation / 4 + usual.abs_diff(elapsed) / 4)

@@ -9,6 +9,9 @@ use super::{
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Class, MAX_COST, Op, Span, Time, Verb};
 
+/// The longest time for which failures in a row don't open the breaker because other calls are in flight.
+const MAX_TIME_FOR_OTHERS: Span = Span::from_secs(10);
+
 impl Call {
     /// Handles the end of an attempt and decides the next step.
     pub fn handle_reply(
@@ -127,10 +130,13 @@ impl Call {
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }
-        let others = state.lanes.total_in_flight().saturating_sub(1);
-        state.breaker.report_beside(sent.permit, (reply.class, elapsed), others, now, rng);
+        let others_end = match state.lanes.total_in_flight() {
+            0 | 1 => Span::ZERO,
+            _ => state.round_trips.usual_max().times(2).min(MAX_TIME_FOR_OTHERS),
+        };
+        state.breaker.report_beside(sent.permit, (reply.class, elapsed), others_end, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
-        if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery) && !rules.jitter.is_zero() {
+        if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery, reply.class) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();
         }
         if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {

@@ -326,12 +326,15 @@ impl DocumentReader<'_> {
                 // A refused call is never in flight.
                 let count = if is_concurrency { CountMode::Admitted } else { group.count };
                 let reservations = match &group.reservations {
-                    Some(parsed) => Some(self.build_reservations(parsed, &kind)?),
+                    Some(parsed) => {
+                        let rules = self.build_reservations(parsed, (&quantity, &kind), group.shadow)?;
+                        Some((rules, &parsed.by))
+                    }
                     None => None,
                 };
                 let mut description = description::describe_limit(&quantity, penalty.as_ref(), is_ban, count, cost);
-                if let Some(rules) = &reservations {
-                    description.push_str(&description::describe_reservations(rules));
+                if let Some((rules, by)) = &reservations {
+                    description.push_str(&description::describe_reservations(rules, by));
                 }
                 let rate_limit_policy = description::rate_limit_policy(&name, &quantity)?;
                 let tag = limit_tag("inbound", &name, &kind);
@@ -343,7 +346,7 @@ impl DocumentReader<'_> {
                 if let Some(penalty) = penalty {
                     limit = limit.with_penalty(penalty);
                 }
-                if let Some(rules) = reservations {
+                if let Some((rules, _)) = reservations {
                     limit = limit.with_reservations(rules);
                 }
                 let info = LimitInfo {

@@ -7,6 +7,8 @@ use super::DocumentReader;
 use super::actions::{LimitGroup, ParsedPenalty};
 use super::forms::{Custom, Maybe, SHARE, SPAN};
 use super::keys::KEY;
+use crate::Quantity;
+use crate::description::join_parts;
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
 use crate::error::Note;
 use crate::key::KeyPart;
@@ -60,16 +62,18 @@ pub(super) struct ParsedReservations {
 impl DocumentReader<'_> {
     /// Reads `reserve` and `spread` of an action or of an item of its `limits`.
     pub(super) fn reservations(&mut self, table: &TomlTable, path: &str) -> Option<Option<ParsedReservations>> {
-        match (table.get("reserve"), table.get("spread")) {
-            (Some(_), Some(spread)) => {
-                let error = self.error(spread.key_at, "`reserve` and `spread` stand side by side", "one of them");
+        let spread = match table.get("spread") {
+            Some(entry) => (SPREAD.2)(self, &entry.node, "spread")?.map(|horizon| (horizon, entry.key_at)),
+            None => None,
+        };
+        match (table.get("reserve"), spread) {
+            (Some(_), Some((_, at))) => {
+                let error = self.error(at, "`reserve` and `spread` stand side by side", "one of them");
                 error.help("reservations are spread, too; `spread` is for limits that keep no room").none()
             }
             (Some(reserve), None) => self.reserve(&reserve.node, path).map(Some),
-            (None, Some(spread)) => {
-                let horizon = (SPREAD.2)(self, &spread.node, "spread")?;
-                let by = vec![KeyPart::ClientIp];
-                Some(horizon.map(|horizon| ParsedReservations { horizon, kept: None, by, at: spread.key_at }))
+            (None, Some((horizon, at))) => {
+                Some(Some(ParsedReservations { horizon, kept: None, by: vec![KeyPart::ClientIp], at }))
             }
             (None, None) => Some(None),
         }
@@ -100,66 +104,97 @@ impl DocumentReader<'_> {
             let in_flight = group.quantities.iter().any(|(quantity, _)| quantity.is_in_flight());
             let is_own = by.iter().all(|part| group.key.contains(part));
             let (why, expected) = if is_own {
-                (
-                    "each caller has this limit for itself, so that there is no reservation to give",
-                    "a limit that callers share",
-                )
+                ("each caller has this limit for itself", "a limit that callers share")
             } else if !matches!(group.penalty, ParsedPenalty::None) {
-                ("a caller that is blocked can't be given a reservation", "a limit without penalty and ban")
+                ("a caller that is blocked can't be told an instant of its own", "a limit without penalty and ban")
             } else if in_flight {
-                (
-                    "nothing tells when a call in flight ends, so that there is no reservation to give",
-                    "a rate, window or quota",
-                )
+                ("nothing tells when a call in flight ends, so that no instant can be told", "a rate, window or quota")
             } else if group.count == CountMode::All {
-                ("a call that another limit refuses would use its reservation up", "a limit that counts admitted calls")
+                (
+                    "calls that another limit refuses would take the room of those that were told an instant",
+                    "a limit that counts admitted calls",
+                )
             } else if group.sharing.lease.is_some() {
-                ("a node with a slice of the limit doesn't know the reservations", "a limit without `lease`")
+                ("a node with a slice of the limit doesn't know the others' instants", "a limit without `lease`")
             } else {
                 continue;
             };
-            let help = is_own.then(|| "a key such as [\"action\"] counts all calls of an action together".to_owned());
+            let help = is_own.then(|| {
+                let by = join_parts(by, " and ");
+                format!("its key tells callers apart by {by}; a key such as [\"action\"] counts all calls of an action together")
+            });
             self.error(*at, why, expected).help_if(help);
             is_valid = false;
         }
-        if let Some((_, second)) = reserving().nth(1) {
-            let message = "two limits of this action give reservations to callers";
-            let error = self.error(second.at, message, "one of them");
-            error.help("a caller would have to keep a reservation of each, at different times");
+        let has_several = reserving().find(|(group, _)| group.op_count() > 1);
+        if let Some((_, reservations)) = has_several.or_else(|| reserving().nth(1)) {
+            let message = "two limits of this action tell callers an instant of their own";
+            let expected =
+                if has_several.is_some() { "it in the item of `limits` that it belongs to" } else { "one of them" };
+            let error = self.error(reservations.at, message, expected);
+            error.help("a caller would have to come at both, which are different times");
             is_valid = false;
         }
         is_valid
     }
 
-    /// Builds the rules for a limit of this kind.
+    /// Builds the rules for a limit of this quantity and kind.
     pub(super) fn build_reservations(
         &mut self,
         parsed: &ParsedReservations,
-        kind: &LimitKind,
+        (quantity, kind): (&Quantity, &LimitKind),
+        is_shadow: bool,
     ) -> Option<ReservationRules> {
         let &ParsedReservations { horizon, kept, at, .. } = parsed;
+        if is_shadow {
+            self.note(at, "nobody is refused in shadow, so that this has no effect");
+        }
+        let usual = USUAL_GRACE.min(horizon);
         let made = match kept {
             None => ReservationRules::spread(horizon),
-            Some((share, grace)) => {
-                let usual = USUAL_GRACE.min(horizon);
-                let made = ReservationRules::new(horizon, share, grace.unwrap_or(usual));
-                match (made, kind) {
-                    (Ok(rules), LimitKind::Rate(rate)) if rules.part_of_burst(rate.burst()) == 0 => {
-                        let expected = "a burst of at least 2, or `share = 1`";
-                        let message = "a burst of 1 can't be kept for a reservation, because others need it";
-                        return self.error(at, message, expected).none();
-                    }
-                    (Ok(rules), LimitKind::Rate(rate)) => {
-                        let held = rules.spacing(rate, 1).times(rules.part_of_burst(rate.burst()));
-                        let grace = grace.unwrap_or((held - time_of_a_call(rate)).max(LEAST_GRACE).min(usual));
-                        self.note_slow_reservations(rate, &rules, grace, at);
-                        ReservationRules::new(horizon, share, grace)
-                    }
-                    (made, _) => made,
+            Some((share, grace)) => ReservationRules::new(horizon, share, grace.unwrap_or(usual)),
+        };
+        let mut rules = made.map_err(|error| self.report(at, error.to_string(), "other terms")).ok()?;
+        let next_room = match (kind, kept) {
+            (LimitKind::Rate(rate), Some((share, grace))) => {
+                let part = rules.part_of_burst(rate.burst());
+                if part == 0 {
+                    let message = "a burst of 1 can't be kept for a reservation, because others need it";
+                    return self.error(at, message, "a burst of at least 2, or `share = 1`").none();
                 }
+                let held = rules.spacing(rate, 1).times(part);
+                let grace = grace.unwrap_or((held - time_of_a_call(rate)).max(LEAST_GRACE).min(usual));
+                self.note_slow_reservations(rate, &rules, grace, at);
+                rules = ReservationRules::new(horizon, share, grace).ok()?;
+                rules.spacing(rate, 1)
+            }
+            (LimitKind::Rate(rate), None) => time_of_a_call(rate),
+            _ => {
+                let limit = quantity.capacity().unwrap_or_default();
+                if limit > 0 && rules.part_of(limit) == 0 {
+                    let message = format!(
+                        "the share that may be kept, {} % of {limit}, is less than one call",
+                        rules.share() as f64 / 10.0
+                    );
+                    return self.error(at, message, "a larger share or limit").none();
+                }
+                quantity.forget_time()
             }
         };
-        made.map_err(|error| self.report(at, error.to_string(), "other terms")).ok()
+        if next_room > horizon {
+            let message = format!(
+                "room can come back as late as {} after a refusal, and instants are told at most {} ahead, so that most refused \
+                 callers get none; a longer horizon prevents that",
+                describe_duration(next_room),
+                describe_duration(horizon)
+            );
+            self.note(at, &message);
+        }
+        Some(rules)
+    }
+
+    fn note(&mut self, at: TextRange, message: &str) {
+        self.notes.push(Note::new(self.texts, at, message));
     }
 
     /// Notes that a burst can't hold as many reservations as the share allows within a grace.
@@ -173,7 +208,7 @@ impl DocumentReader<'_> {
              than the share is reserved; a shorter grace or a larger burst prevents that",
             describe_duration(grace)
         );
-        self.notes.push(Note::new(self.texts, at, &message));
+        self.note(at, &message);
     }
 }
 
