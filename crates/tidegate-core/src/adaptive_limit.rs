@@ -5,8 +5,9 @@
 //! as in TCP Vegas (Brakmo and Peterson, 1994), Netflix's `Gradient2` and Envoy's adaptive concurrency.
 //!
 //! This module adds two rules. First, the round trip without load is measured while at most half of the limit is in
-//! flight. If that doesn't happen by itself, the limit is halved for a short time twice a minute, as BBR drains for its
-//! `PROBE_RTT`. One lucky reply would spoil a minimum, and a running average grows with the queue that it should
+//! flight. If that doesn't happen by itself, the limit is halved for a short time every ten seconds, as BBR drains for its
+//! `PROBE_RTT` (draft-ietf-ccwg-bbr): at full multiples of ten seconds since the Unix epoch, so that all clients of a provider
+//! drain together. Otherwise each would measure the queue of the others. One lucky reply would spoil a minimum, and a running average grows with the queue that it should
 //! reveal. Second, no reply, however late, counts as more than twice the round trip without load.
 
 use thiserror::Error;
@@ -21,21 +22,25 @@ const MAX_LEARNT_ROUND_TRIP: Span = Span::from_secs(60);
 const SAMPLES_PER_WINDOW: u32 = 32;
 /// The least replies in a window of the start.
 const MIN_START_SAMPLES: u32 = 16;
+/// The least replies in a window of a drain, which is to end soon.
+const MIN_DRAIN_SAMPLES: u32 = 8;
 /// After an evaluation, replies are ignored for this many round trips without load: their calls were sent before it.
 const SKIPPED_ROUND_TRIPS: u64 = 2;
+const MAX_SKIPPED_TIME: Span = Span::from_secs(30);
 /// The evaluations in a row that raise the limit by an eighth, before others raise it by a third.
 const FIRST_RAISES: u32 = 3;
 /// The refusals, less the other replies, that prove that the provider refuses calls beyond a number in flight.
 const REFUSALS: u32 = 4;
 /// The time before a limit that the provider has refused is tried again, by a few calls.
 const REFUSED_TIME: Span = Span::from_secs(5);
-/// The age of the round trip without load at which the limit is halved for a window to measure it again.
-const MAX_BASELINE_AGE: Span = Span::from_secs(30);
+/// The time between the drains that measure the round trip without load, doubled until it is at least this many round trips.
+const DRAIN_INTERVAL: Span = Span::from_secs(10);
+const MIN_DRAIN_ROUND_TRIPS: u64 = 40;
 
 /// The bounds of an adaptive limit, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdaptiveLimitSpec {
-    /// The smallest value of the limit, in calls. Default 4.
+    /// The smallest value of the limit, in calls. A drain halves it, too. Default 4.
     pub min: u32,
     /// The largest value of the limit, in calls. Default 1000.
     pub max: u32,
@@ -203,7 +208,7 @@ impl AdaptiveLimit {
     /// The number of calls that may be in flight now.
     #[inline]
     pub fn limit(&self) -> u32 {
-        if self.is_draining { (self.cap / 2).max(self.spec.min) } else { self.cap }
+        if self.is_draining { (self.cap / 2).max(1) } else { self.cap }
     }
 
     /// The round trip without load, at least 5 ms. `None` until it is measured.
@@ -221,10 +226,13 @@ impl AdaptiveLimit {
         };
         // If the clock stepped back, replies would otherwise be ignored for as long as the step.
         self.evaluated_at = self.evaluated_at.min(now);
+        if self.needs_drain(now) {
+            (self.is_draining, self.evaluated_at, self.window) = (true, now, SampleWindow::default());
+        }
         let age = now.since(self.evaluated_at);
         let skip_time = self
             .unloaded_round_trip
-            .map_or(Span::ZERO, |unloaded| unloaded.times(SKIPPED_ROUND_TRIPS).min(MAX_BASELINE_AGE));
+            .map_or(Span::ZERO, |unloaded| unloaded.times(SKIPPED_ROUND_TRIPS).min(MAX_SKIPPED_TIME));
         let is_full = u64::from(in_flight) * 4 > u64::from(self.cap) * 3;
         if is_full {
             let is_quick = self.unloaded_round_trip.is_some_and(|unloaded| round_trip.times(2) < unloaded);
@@ -264,12 +272,13 @@ impl AdaptiveLimit {
             window.round_trips = window.round_trips + round_trip;
             window.in_flight += u64::from(in_flight);
         }
-        let samples = if self.start.is_some() {
-            self.cap.clamp(MIN_START_SAMPLES, SAMPLES_PER_WINDOW)
-        } else {
-            SAMPLES_PER_WINDOW
+        let (answered, limit) = (window.answered + window.failed, self.limit());
+        let samples = match self.start {
+            Some(_) => limit.clamp(MIN_START_SAMPLES, SAMPLES_PER_WINDOW),
+            None if self.is_draining => limit.saturating_mul(4).clamp(MIN_DRAIN_SAMPLES, SAMPLES_PER_WINDOW),
+            None => SAMPLES_PER_WINDOW,
         };
-        if window.answered + window.failed >= samples {
+        if answered >= samples {
             self.evaluate_window(now);
         }
     }
@@ -294,8 +303,7 @@ impl AdaptiveLimit {
         let is_cap_reached = !core::mem::take(&mut self.is_draining) && loaded * 2 >= samples;
         let lowered_before = core::mem::take(&mut self.was_lowered);
         self.evaluated_at = now;
-        // At the smallest limit, the load can't be lowered further to measure it.
-        let updates_baseline = !is_cap_reached || self.cap == self.spec.min;
+        let updates_baseline = !is_cap_reached || !self.can_drain();
         if updates_baseline {
             (self.baseline_at, self.baseline_cap) = (Some(now), self.cap);
         }
@@ -314,11 +322,6 @@ impl AdaptiveLimit {
         if self.start.is_some() {
             return self.search(&window);
         }
-        if answered > 0 && self.baseline_at.is_none() {
-            // There is no round trip without load to compare with yet.
-            self.is_draining = true;
-            return;
-        }
         let unloaded = self.unloaded_round_trip.map_or(1, Span::as_micros);
         let average = (round_trips.as_micros() + u64::from(failed) * 2 * unloaded) / u64::from(samples);
         let late = average * 3 >= unloaded * 4;
@@ -326,7 +329,7 @@ impl AdaptiveLimit {
         // If measured at a much smaller limit, the round trip without load may be too short to prove lateness. If
         // measured at a much larger one, it may be too long to prove the opposite.
         let needs_new_baseline = if late { cap * 2 >= learnt * 3 } else { cap * 2 <= learnt };
-        if needs_new_baseline && cap > u64::from(self.spec.min) {
+        if needs_new_baseline && self.can_drain() {
             self.is_draining = true;
             return;
         }
@@ -346,8 +349,27 @@ impl AdaptiveLimit {
         self.raises = if early { self.raises.saturating_add(1) } else { 0 };
         // Two reductions remove a queue. If replies are still late, the provider itself is slower.
         let lowering_did_not_help = lowered_before && late;
-        let stale = self.baseline_at.is_none_or(|at| at > now || now.since(at) >= MAX_BASELINE_AGE);
-        self.is_draining = (lowering_did_not_help || stale) && self.cap > self.spec.min;
+        self.is_draining = lowering_did_not_help && self.can_drain();
+    }
+
+    /// True if the limit can be halved to measure the round trip without load.
+    fn can_drain(&self) -> bool {
+        self.cap > 1 && self.spec.min < self.spec.max
+    }
+
+    /// True if the round trip without load hasn't been measured since the last moment at which all clients drain.
+    fn needs_drain(&self, now: Time) -> bool {
+        if self.is_draining || self.start.is_some() || !self.can_drain() {
+            return false;
+        }
+        let least = self.unloaded_round_trip.map_or(Span::ZERO, |unloaded| unloaded.times(MIN_DRAIN_ROUND_TRIPS));
+        let mut interval = DRAIN_INTERVAL;
+        while interval < least {
+            // Clients whose intervals differ still have every second one in common.
+            interval = interval.times(2);
+        }
+        let last_drain = now - Span::from_micros(now.as_micros() % interval.as_micros());
+        self.baseline_at.is_none_or(|at| at > now || at < last_drain)
     }
 
     /// Lowers the limit at once if a provider refuses what comes beyond a number of calls. Its refusals are quick, so that the

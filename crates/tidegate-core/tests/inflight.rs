@@ -114,7 +114,7 @@ fn the_limit_finds_twenty_workers() {
         let mut world = World::new(spec, 20, Service::Always(FIFTY), u32::MAX);
         world.run(240);
         let seen = world.run(600);
-        // While it drains, the limit is half of itself, for some tenths of a second twice a minute.
+        // While it drains, the limit is half of itself, for some tenths of a second every ten seconds.
         let mut caps = seen.caps.clone();
         caps.sort_unstable();
         assert!((15..=60).contains(&caps[caps.len() / 20]) && seen.highest() <= 60, "from {initial}: {caps:?}");
@@ -179,7 +179,7 @@ fn slight_slowness_never_shrinks_to_the_minimum() {
 #[test]
 fn slowness_shrinks_the_limit_until_learned() {
     let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
-    world.run(120);
+    world.run(125);
     let before = world.inflight.limit();
     world.service = Service::Always(FIFTY.times(10));
     let seen = world.run(20);
@@ -263,8 +263,8 @@ fn only_frequent_failures_lower_the_limit() {
     }
     let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
     world.run_as(30, |_| Class::Transient);
-    assert_eq!(world.inflight.limit(), 4, "the smallest");
-    world.run(60);
+    assert!([2, 4].contains(&world.inflight.limit()), "the smallest, or a drain's half of it");
+    world.run(65);
     assert!(world.inflight.limit() >= 15, "{}", world.inflight.limit());
     for class in [Class::Cancelled, Class::Auth] {
         let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
@@ -319,7 +319,7 @@ fn very_short_queues_do_not_lower_the_limit() {
             turn += 1;
             if turn % 2 == 0 { Class::Success } else { Class::Throttled }
         });
-        assert_eq!(world.inflight.limit(), 4, "{workers} × {micros} µs: {:?}", world.inflight);
+        assert!([2, 4].contains(&world.inflight.limit()), "{workers} × {micros} µs: {:?}", world.inflight);
     }
     // A longer queue has an effect.
     let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(Span::from_millis(1)), 400);
@@ -343,7 +343,7 @@ fn adjustments_continue_after_a_clock_step_back() {
     };
     let ahead = test_time(0) + Span::from_secs(365 * 86_400);
     // Two minutes each. Later, the round trip without load must be measured at once.
-    assert_eq!((lessons(ahead), lessons(test_time(0))), (3, 4));
+    assert_eq!((lessons(ahead), lessons(test_time(0))), (11, 12));
 }
 
 #[test]
@@ -382,7 +382,7 @@ fn the_limit_keeps_its_bounds_and_recovers() {
             let class = if random.chance(70) { Class::Success } else { random.pick(&classes) };
             let in_flight = if random.chance(2) { u32::MAX } else { random.between(0, u64::from(max)) as u32 };
             inflight.sample(round_trip, in_flight, class, now);
-            if !(min..=max).contains(&inflight.limit()) {
+            if !((min / 2).max(1)..=max).contains(&inflight.limit()) {
                 return Err(format!("{} is not within {spec:?}", inflight.limit()));
             }
         }
