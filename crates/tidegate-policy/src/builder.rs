@@ -213,7 +213,7 @@ impl ReservationOptions {
         self.with_entry("horizon", toml_string(span))
     }
 
-    /// The share of the limit that may be kept for reservations, from 0.001 to 1.
+    /// The share of the limit that may be kept for reservations, from 0.001 to 1; 0 only tells instants, as `spread`.
     pub fn share(self, share: f64) -> Self {
         self.with_entry("share", share.to_string())
     }

@@ -34,11 +34,13 @@ pub(crate) fn describe_limit(
 
 /// Describes the reservations that refused callers get.
 pub(crate) fn describe_reservations(rules: &ReservationRules, by: &[KeyPart]) -> String {
-    let horizon = describe_duration(rules.horizon());
+    let (horizon, by) = (describe_duration(rules.horizon()), join_parts(by, " and "));
     if !rules.is_kept() {
-        return format!("; refused callers are told instants one after the other, up to {horizon} ahead");
+        return format!(
+            "; refused callers, told apart by {by}, are told instants one after the other, up to {horizon} ahead"
+        );
     }
-    let (share, grace, by) = (rules.share() as f64 / 10.0, describe_duration(rules.grace()), join_parts(by, " and "));
+    let (share, grace) = (rules.share() as f64 / 10.0, describe_duration(rules.grace()));
     format!(
         "; refused callers, told apart by {by}, get reservations, up to {horizon} ahead and for {share} % of it, each kept \
          for {grace}"

@@ -6,7 +6,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use http::HeaderName;
+use http::{HeaderMap, HeaderName};
+use sfv::{Item, Parser};
 use tidegate_core::decision::GivenReservation;
 use tidegate_core::{Key, Span, Time};
 
@@ -40,6 +41,16 @@ impl ReservationToken {
         (seed.reservation_signature(limit, key, caller, at) == signature).then_some(at)
     }
 
+    /// The token in a request's header. A header that isn't a single item with a token is ignored, as RFC 9651 requires.
+    ///
+    /// # Errors
+    /// It is no token of a gate.
+    pub fn in_headers(headers: &HeaderMap) -> Option<Result<Self, ReservationTokenError>> {
+        let mut lines = headers.get_all(TIDEGATE_RESERVATION).iter();
+        let line = lines.next().filter(|_| lines.next().is_none())?;
+        Some(read_item(line.as_bytes())?.bare_item.as_token()?.as_str().parse())
+    }
+
     /// The instant in milliseconds since the Unix epoch, rounded up.
     pub fn at_millis(self) -> u64 {
         self.0.at.as_micros().div_ceil(1000)
@@ -53,10 +64,8 @@ pub struct ReservationTokenError;
 
 impl FromStr for ReservationToken {
     type Err = ReservationTokenError;
-    /// Reads a token, or the value of a header, whose parameters have no effect.
     fn from_str(text: &str) -> Result<Self, ReservationTokenError> {
-        let token = text.split(';').next().unwrap_or(text).trim();
-        let digits = token.strip_prefix('r').filter(|digits| {
+        let digits = text.strip_prefix('r').filter(|digits| {
             digits.len() == INSTANT_DIGITS + SIGNATURE_DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit())
         });
         let (at, signature) = digits.ok_or(ReservationTokenError)?.split_at(INSTANT_DIGITS);
@@ -94,19 +103,16 @@ impl FromStr for ReplyReservation {
     type Err = ReservationTokenError;
     /// Reads the value of a reply's header: a token of at most 128 characters, and `at` among its parameters.
     fn from_str(text: &str) -> Result<Self, ReservationTokenError> {
-        let mut parts = text.split(';').map(str::trim);
-        let is_token = |text: &&str| {
-            let mut bytes = text.bytes();
-            let starts = bytes.next().is_some_and(|first| first.is_ascii_alphabetic() || first == b'*');
-            starts
-                && text.len() <= MAX_TOKEN
-                && bytes.all(|byte| byte.is_ascii_graphic() && !b"\"(),;<=>?@[\\]{}".contains(&byte))
-        };
-        let token = parts.next().filter(is_token).ok_or(ReservationTokenError)?.to_owned();
-        let millis = parts.find_map(|part| part.strip_prefix("at=")?.parse::<u64>().ok());
-        let millis = millis.filter(|millis| *millis <= 999_999_999_999_999).ok_or(ReservationTokenError)?;
-        Ok(Self { token, at: Time::ZERO + Span::from_millis(millis) })
+        let item = read_item(text.as_bytes()).ok_or(ReservationTokenError)?;
+        let token = item.bare_item.as_token().map(|token| token.as_str()).filter(|token| token.len() <= MAX_TOKEN);
+        let millis = item.params.get("at").and_then(|at| u64::try_from(i64::from(at.as_integer()?)).ok());
+        let (token, millis) = token.zip(millis).ok_or(ReservationTokenError)?;
+        Ok(Self { token: token.to_owned(), at: Time::ZERO + Span::from_millis(millis) })
     }
+}
+
+fn read_item(line: &[u8]) -> Option<Item> {
+    Parser::new(line).parse().ok()
 }
 
 #[cfg(test)]
@@ -122,7 +128,6 @@ mod tests {
         let text = token.to_string();
         assert_eq!((text.len(), u64::from_str_radix(&text[1..14], 16)), (30, Ok(at.as_micros())));
         assert_eq!(text.parse(), Ok(token));
-        assert_eq!(format!(" {text} ;at=5").parse(), Ok(token));
         assert_eq!(token.instant_for(&seed, 7, key, 9), Some(at));
         assert_eq!(token.at_millis(), 1_795_766_358_181);
         let others = [
@@ -148,10 +153,32 @@ mod tests {
     }
 
     #[test]
+    fn headers_that_are_no_single_item_are_ignored() {
+        let text = format!("r{}", "0".repeat(29));
+        let read = |lines: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for line in lines {
+                headers.append(TIDEGATE_RESERVATION, http::HeaderValue::from_str(line).expect("printable"));
+            }
+            ReservationToken::in_headers(&headers)
+        };
+        let token = text.parse().ok();
+        for line in [text.clone(), format!(" {text} "), format!("{text};at=5;b")] {
+            assert_eq!(read(&[&line]), token.map(Ok), "{line}");
+        }
+        for wrong in ["r5", "*foreign/token"] {
+            assert_eq!(read(&[wrong]), Some(Err(ReservationTokenError)), "{wrong}");
+        }
+        for lines in [&[][..], &[""], &["5"], &[&format!("{text};=")], &[&format!("{text}, {text}")], &[&text, &text]] {
+            assert_eq!(read(lines), None, "{lines:?}");
+        }
+    }
+
+    #[test]
     fn replies_are_read_strictly() {
         let read = |text: &str| text.parse::<ReplyReservation>().ok().map(|found| (found.token, found.at.as_micros()));
         assert_eq!(read("rabc;at=1795766358181"), Some(("rabc".to_owned(), 1_795_766_358_181_000)));
-        assert_eq!(read("*a/b:c ; x=1; at=5"), Some(("*a/b:c".to_owned(), 5_000)));
+        assert_eq!(read("*a/b:c;x=1; at=5"), Some(("*a/b:c".to_owned(), 5_000)));
         let long = format!("r{};at=5", "a".repeat(MAX_TOKEN));
         for wrong in [
             "",
@@ -162,6 +189,8 @@ mod tests {
             "\"r\";at=5",
             "r,b;at=5",
             "r;at=1e3",
+            "r ;at=5",
+            "r;at=5;=",
             "r;at=9999999999999999",
             &long,
         ] {

@@ -12,7 +12,8 @@ pub struct ShippedScenario {
 }
 
 /// All shipped scenarios, ordered by name.
-pub const ALL: [ShippedScenario; 9] = [
+pub const ALL: [ShippedScenario; 10] = [
+    ShippedScenario { name: "absentees", text: include_str!("../scenarios/absentees.toml") },
     ShippedScenario { name: "collapse", text: include_str!("../scenarios/collapse.toml") },
     ShippedScenario { name: "contention", text: include_str!("../scenarios/contention.toml") },
     ShippedScenario { name: "herd", text: include_str!("../scenarios/herd.toml") },

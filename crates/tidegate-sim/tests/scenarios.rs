@@ -115,6 +115,17 @@ fn reserved_callers_return_once_and_in_turn() {
     }
 }
 
+/// They take a share for one horizon of 10 s in the 120 s that are measured, although they come again after 40 s.
+#[test]
+fn absentees_cost_a_share_of_one_horizon() {
+    let report = report("absentees");
+    for (strategy, share) in [("reserved, half of the limit", 0.5), ("reserved, whole limit", 1.0)] {
+        let goodput = |case| run(&report, case, strategy).summary.goodput;
+        let lost = 1.0 - goodput("600 absentees") / goodput("none");
+        assert!((0.5 * share / 12.0..=1.05 * share / 12.0).contains(&lost), "{strategy}: {lost:.4}");
+    }
+}
+
 /// 1 ms·1.5^14, and 0.6 of it after five successes, computed by hand.
 #[test]
 fn the_pacer_finds_and_follows_the_services_capacity() {

@@ -5,7 +5,7 @@ use tidegate_core::{CountMode, LimitKind, Rate, ReservationRules, Span};
 
 use super::DocumentReader;
 use super::actions::{LimitGroup, ParsedPenalty};
-use super::forms::{Custom, Maybe, SHARE, SPAN};
+use super::forms::{Custom, Maybe, SHARE_OR_ZERO, SPAN};
 use super::keys::KEY;
 use crate::Quantity;
 use crate::description::join_parts;
@@ -25,7 +25,7 @@ setting_keys! {
     /// The keys of `reserve`.
     RESERVE: ReserveKeys {
         horizon: Span = "30s", HORIZON, "the longest time ahead for which a reservation is given";
-        share: u16 = "0.5", SHARE, "the share of the limit that may be set aside";
+        share: u16 = "0.5", SHARE_OR_ZERO, "the share of the limit that may be set aside; 0 only tells instants, as `spread`";
         grace: Option<Span> = "", Maybe(SPAN),
             "the time after its instant for which a reservation is kept; default 1s or, for a rate, what its burst can hold, at \
              least 250ms";
@@ -93,7 +93,8 @@ impl DocumentReader<'_> {
             let expected = format!("a duration of at most the horizon, {}", describe_duration(horizon));
             return self.error(written.at, "`grace` is out of range", expected).none();
         }
-        Some(ParsedReservations { horizon, kept: Some((share?, grace)), by: by?, at: node.at })
+        let kept = share.map(|share| (share > 0).then_some((share, grace)))?;
+        Some(ParsedReservations { horizon, kept, by: by?, at: node.at })
     }
 
     /// Reports reservations of limits that can't have them, and of more than one limit of an action.

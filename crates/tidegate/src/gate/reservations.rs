@@ -2,7 +2,7 @@
 
 use tidegate_core::decision::decide;
 use tidegate_core::{Batch, Clock, Decision, Op, Outcomes, Time};
-use tidegate_policy::{Query, ReservationToken, TIDEGATE_RESERVATION};
+use tidegate_policy::{Query, ReservationToken};
 use tidegate_store::Store;
 
 use super::{Gate, GateInner};
@@ -12,10 +12,10 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// admits nothing.
     #[cold]
     pub(super) fn present_reservation(&self, batch: &mut Batch, query: &Query<'_>) {
-        let in_headers = || query.headers?.get(TIDEGATE_RESERVATION)?.to_str().ok();
-        let Some(text) = query.reservation.or_else(in_headers) else { return };
+        let in_headers = || ReservationToken::in_headers(query.headers?);
+        let Some(presented) = query.reservation.map(str::parse).or_else(in_headers) else { return };
         let (limits, caller) = (self.0.plan.limits(), batch.context().caller);
-        let instant = text.parse::<ReservationToken>().ok().and_then(|token| {
+        let instant = presented.ok().and_then(|token: ReservationToken| {
             let reserving = |op: &&Op| limits.get(op.limit).is_some_and(|limit| limit.reservations().is_some());
             batch
                 .ops()
