@@ -256,19 +256,19 @@ fn nginx_with_the_snippet_passes_reservations_on() {
     let mut client = HttpClient::connect(front).unwrap();
     assert_eq!(client.request(get_request("/page")).status, 200);
     let refusal = client.request(get_request("/page"));
-    let (token, at) = refusal.header("tidegate-reservation").unwrap().split_once(";at=").unwrap();
+    let (token, _) = refusal.header("tidegate-reservation").unwrap().split_once(";at=").unwrap();
     assert_eq!(refusal.status, 429);
-    thread::sleep(wait_until(at.parse().unwrap()));
     let request =
         format!("GET /page HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\nTidegate-Reservation: {token}\r\n\r\n");
-    let answer = HttpClient::connect(front).unwrap().request(request);
+    let answer = loop {
+        let answer = HttpClient::connect(front).unwrap().request(&request);
+        // An early caller is told the same again.
+        if answer.status == 200 || !answer.head.contains(token) {
+            break answer;
+        }
+        thread::sleep(Duration::from_millis(100));
+    };
     assert_eq!((answer.status, answer.body.as_str()), (200, "token: "), "{}", answer.head);
-}
-
-/// The time from now until a moment in milliseconds since the Unix epoch.
-fn wait_until(millis: u64) -> Duration {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    Duration::from_millis(millis + 10).saturating_sub(now)
 }
 
 /// The lines with which the guide lets requests pass while the gate is away: into a block, and beside it.

@@ -105,9 +105,10 @@ mod tests {
 
     #[test]
     fn the_document_has_every_reason() {
-        use Reason::{AllowList, DenyList, Limit, Ok, Parole, Penalty, Reservation, Unlimited};
+        use Reason::{AllowList, DenyList, Limit, Ok, Parole, Penalty, Reservation, Reserved, Unlimited};
         let document = document();
-        let reasons = [Ok, Unlimited, Parole, Reservation, AllowList, DenyList, Limit, Penalty].map(Reason::as_str);
+        let reasons =
+            [Ok, Unlimited, Parole, Reservation, AllowList, DenyList, Limit, Reserved, Penalty].map(Reason::as_str);
         let listed = &document["components"]["schemas"]["Decision"]["properties"]["reason"]["enum"];
         assert_eq!(texts(listed), BTreeSet::from(reasons));
     }
