@@ -47,10 +47,11 @@ pub struct DecisionCount {
 
 /// The combinations of outcome and reason that decisions have. Those of an action's limit that are listed even if there
 /// are none come first.
-const RESULTS: [(DecisionOutcome, Reason); 10] = [
+const RESULTS: [(DecisionOutcome, Reason); 11] = [
     (DecisionOutcome::Allowed, Reason::Ok),
     (DecisionOutcome::Refused, Reason::Limit),
     (DecisionOutcome::Refused, Reason::Penalty),
+    (DecisionOutcome::Refused, Reason::Reserved),
     (DecisionOutcome::Allowed, Reason::Unlimited),
     (DecisionOutcome::Allowed, Reason::Parole),
     (DecisionOutcome::Allowed, Reason::Reservation),
@@ -64,7 +65,7 @@ const ALWAYS_LISTED: usize = 2;
 const MAX_EARLIER: usize = 1 << 16;
 
 /// The counters of a row: one for each reason, and again for decisions in shadow mode.
-const ROW: usize = 16;
+const ROW: usize = 18;
 
 /// The counter of a decision within its row.
 #[inline]

@@ -10,6 +10,8 @@ use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
 use crate::{AdaptiveLimit, Batch, Breaker, Budget, Class, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
 
+const FIRST_TIME_FOR_OTHERS: Span = Span::from_secs(1);
+const MAX_TIME_FOR_OTHERS: Span = Span::from_secs(10);
 /// The shortest time that callers are told to wait for a probe.
 const MIN_PROBE_TIME: Span = Span::from_secs(1);
 
@@ -96,6 +98,12 @@ impl RoundTripStats {
             (usual - usual / 8 + elapsed / 8, deviation - deviation / 4 + usual.abs_diff(elapsed) / 4)
         };
         (self.smoothed, self.deviation) = (Span::from_micros(usual), Span::from_micros(deviation));
+    }
+
+    /// The time for which failures in a row don't open the breaker while other calls are in flight: twice that of good
+    /// replies, and a second before the first one.
+    pub(super) fn time_for_others(&self) -> Span {
+        if self.smoothed.is_zero() { FIRST_TIME_FOR_OTHERS } else { self.usual_max().times(2).min(MAX_TIME_FOR_OTHERS) }
     }
 
     /// An upper bound that replies rarely exceed.

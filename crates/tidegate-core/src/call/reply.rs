@@ -9,9 +9,6 @@ use super::{
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Class, MAX_COST, Op, Span, Time, Verb};
 
-/// The longest time for which failures in a row don't open the breaker because other calls are in flight.
-const MAX_TIME_FOR_OTHERS: Span = Span::from_secs(10);
-
 impl Call {
     /// Handles the end of an attempt and decides the next step.
     pub fn handle_reply(
@@ -132,7 +129,7 @@ impl Call {
         }
         let others_end = match state.lanes.total_in_flight() {
             0 | 1 => Span::ZERO,
-            _ => state.round_trips.usual_max().times(2).min(MAX_TIME_FOR_OTHERS),
+            _ => state.round_trips.time_for_others(),
         };
         state.breaker.report_beside(sent.permit, (reply.class, elapsed), others_end, now, rng);
         // Earlier refusals by a rate were computed without this round trip.

@@ -60,7 +60,7 @@ setting_keys! {
 
     BREAKER: BreakerKeys {
         failures: Option<u32> = "5", OrWord("off", COUNT),
-            "opens at this many failures in a row, while other calls are in flight only once they have lasted for two usual calls (at most 10 s), or off; raised above the attempts that the policy sets, unless it is set";
+            "opens at this many failures in a row, while other calls are in flight only once they have lasted for two usual calls (1 s before the first good reply, at most 10 s), or off; raised above the attempts that the policy sets, unless it is set";
         failure_rate: Option<u16> = "", Maybe(SHARE), "opens at this share of failures in the window";
         window: Span = "60s", SPAN, "the time for which shares are calculated";
         min_calls: u32 = "10", COUNT, "the minimum number of calls in the window before shares count";

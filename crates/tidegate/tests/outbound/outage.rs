@@ -76,9 +76,9 @@ async fn a_recovering_provider_is_neither_overloaded_nor_idle() {
     };
     assert!(within(1, 10) >= 9 * 95, "before: {}", within(1, 10));
     assert!(within(12, 70) <= 58 * 3, "down, it is probed and no more: {}", within(12, 70));
-    // The calls of a window come in bursts, so that a single second doesn't show the average use.
+    // The calls of a window come in bursts a little more than a second apart, so that some seconds have none.
     assert!(within(70, 80) >= 8 * 95, "within ten seconds it is used again: {}", within(70, 80));
-    assert!(within(73, 80) >= 7 * 95 && within(80, 100) >= 20 * 95, "{} {}", within(73, 80), within(80, 100));
+    assert!(within(73, 100) >= 27 * 95, "{}", within(73, 100));
 
     let [first_tries, retries] =
         [&server.seen.first_tries, &server.seen.retries].map(|tries| tries.load(Ordering::Relaxed));
