@@ -26,6 +26,7 @@ const MIN_START_SAMPLES: u32 = 16;
 const MIN_DRAIN_SAMPLES: u32 = 8;
 /// After an evaluation, replies are ignored for this many round trips without load: their calls were sent before it.
 const SKIPPED_ROUND_TRIPS: u64 = 2;
+/// The longest time for which replies are ignored.
 const MAX_SKIPPED_TIME: Span = Span::from_secs(30);
 /// The evaluations in a row that raise the limit by an eighth, before others raise it by a third.
 const FIRST_RAISES: u32 = 3;
@@ -33,9 +34,9 @@ const FIRST_RAISES: u32 = 3;
 const REFUSALS: u32 = 4;
 /// The time before a limit that the provider has refused is tried again, by a few calls.
 const REFUSED_TIME: Span = Span::from_secs(5);
-/// The time between the drains that measure the round trip without load, doubled until it is at least this many round trips.
+/// The time between the drains that measure the round trip without load. It is doubled until a drain takes at most this part.
 const DRAIN_INTERVAL: Span = Span::from_secs(10);
-const MIN_DRAIN_ROUND_TRIPS: u64 = 40;
+const DRAINED_PART: u64 = 6;
 
 /// The bounds of an adaptive limit, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +90,10 @@ pub enum AdaptiveLimitError {
 /// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. An average
 /// under load that is shorter by a quarter replaces it, too: the provider has become faster, or other clients have
 /// left. A provider that becomes slower permanently seems to have a queue at first. If lowering the limit twice doesn't
-/// help, the round trip without load is measured again.
+/// help, it isn't lowered further until the round trip without load is measured again.
+///
+/// A limit that has been reached is halved for a *drain* of at most 32 replies, to measure the round trip without load. Drains
+/// begin at full multiples of 10 s since the Unix epoch, or of 20 s, 40 s and so on if they take more than a sixth of that.
 ///
 /// Providers that become slower with every call, but have more throughput with more calls, have no round trip without
 /// load. There, the round trip at half of the limit is used, measured again before it is compared with a limit that has
@@ -102,6 +106,11 @@ pub struct AdaptiveLimit {
     cap: u32,
     /// True if half of the limit holds for this window, to measure the round trip without load.
     is_draining: bool,
+    /// True if the limit had an effect since the last drain.
+    was_reached: bool,
+    drain_length: Span,
+    /// True if lowering the limit twice hasn't helped: the provider itself may be slower, which the next drain shows.
+    wants_drain: bool,
     was_lowered: bool,
     /// The search for the limit at the start. `None` once it is over.
     start: Option<Start>,
@@ -192,6 +201,9 @@ impl AdaptiveLimit {
             spec,
             cap: spec.initial,
             is_draining: false,
+            was_reached: false,
+            drain_length: Span::ZERO,
+            wants_drain: false,
             was_lowered: false,
             start: Some(Start::default()),
             unloaded_round_trip: None,
@@ -272,13 +284,13 @@ impl AdaptiveLimit {
             window.round_trips = window.round_trips + round_trip;
             window.in_flight += u64::from(in_flight);
         }
-        let (answered, limit) = (window.answered + window.failed, self.limit());
+        let (ended, limit) = (window.answered + window.failed, self.limit());
         let samples = match self.start {
             Some(_) => limit.clamp(MIN_START_SAMPLES, SAMPLES_PER_WINDOW),
             None if self.is_draining => limit.saturating_mul(4).clamp(MIN_DRAIN_SAMPLES, SAMPLES_PER_WINDOW),
             None => SAMPLES_PER_WINDOW,
         };
-        if answered >= samples {
+        if ended >= samples {
             self.evaluate_window(now);
         }
     }
@@ -300,12 +312,19 @@ impl AdaptiveLimit {
         let window = core::mem::take(&mut self.window);
         let SampleWindow { answered, failed, loaded, full, round_trips, .. } = window;
         let samples = answered + failed;
-        let is_cap_reached = !core::mem::take(&mut self.is_draining) && loaded * 2 >= samples;
+        let was_draining = core::mem::take(&mut self.is_draining);
+        let is_cap_reached = !was_draining && loaded * 2 >= samples;
         let lowered_before = core::mem::take(&mut self.was_lowered);
-        self.evaluated_at = now;
+        let began_at = core::mem::replace(&mut self.evaluated_at, now);
+        self.was_reached = is_cap_reached || self.was_reached && !was_draining;
+        if was_draining {
+            self.drain_length = now.since(began_at);
+            self.wants_drain = false;
+        }
         let updates_baseline = !is_cap_reached || !self.can_drain();
         if updates_baseline {
-            (self.baseline_at, self.baseline_cap) = (Some(now), self.cap);
+            // A drain across a moment at which all clients drain doesn't replace theirs.
+            (self.baseline_at, self.baseline_cap) = (Some(if was_draining { began_at } else { now }), self.cap);
         }
         if let Some(average) = round_trips.as_micros().checked_div(u64::from(answered)) {
             // An average this short under load can't be longer without load. The difference is as large as that which
@@ -333,12 +352,13 @@ impl AdaptiveLimit {
             self.is_draining = true;
             return;
         }
-        if late {
+        let few_failed = failed * 8 <= samples;
+        if late && !(self.wants_drain && few_failed) {
             self.lower(unloaded, average);
         }
         // A margin prevents that the noise of so few replies raises the limit little by little. A limit that few calls have
         // reached isn't raised, because it would be too high when more come.
-        let early = average * 4 <= unloaded * 5 && failed * 8 <= samples && full * 2 >= samples;
+        let early = average * 4 <= unloaded * 5 && few_failed && full * 2 >= samples;
         self.was_lowered = late;
         if early {
             // A provider that has become much larger is reached in a few steps more.
@@ -347,9 +367,8 @@ impl AdaptiveLimit {
             self.cap = self.allowed_by_ceiling(raised, now).min(self.spec.max);
         }
         self.raises = if early { self.raises.saturating_add(1) } else { 0 };
-        // Two reductions remove a queue. If replies are still late, the provider itself is slower.
-        let lowering_did_not_help = lowered_before && late;
-        self.is_draining = lowering_did_not_help && self.can_drain();
+        // Two reductions remove a queue.
+        self.wants_drain |= lowered_before && late && few_failed && self.can_drain();
     }
 
     /// True if the limit can be halved to measure the round trip without load.
@@ -357,19 +376,19 @@ impl AdaptiveLimit {
         self.cap > 1 && self.spec.min < self.spec.max
     }
 
-    /// True if the round trip without load hasn't been measured since the last moment at which all clients drain.
+    /// True if the limit has had an effect, and the round trip without load hasn't been measured since the last moment at
+    /// which all clients drain.
     fn needs_drain(&self, now: Time) -> bool {
         if self.is_draining || self.start.is_some() || !self.can_drain() {
             return false;
         }
-        let least = self.unloaded_round_trip.map_or(Span::ZERO, |unloaded| unloaded.times(MIN_DRAIN_ROUND_TRIPS));
         let mut interval = DRAIN_INTERVAL;
-        while interval < least {
+        while !self.wants_drain && interval < self.drain_length.times(DRAINED_PART) {
             // Clients whose intervals differ still have every second one in common.
             interval = interval.times(2);
         }
         let last_drain = now - Span::from_micros(now.as_micros() % interval.as_micros());
-        self.baseline_at.is_none_or(|at| at > now || at < last_drain)
+        self.baseline_at.is_none_or(|at| at > now || self.was_reached && at < last_drain)
     }
 
     /// Lowers the limit at once if a provider refuses what comes beyond a number of calls. Its refusals are quick, so that the

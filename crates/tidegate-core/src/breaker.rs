@@ -104,8 +104,6 @@ pub struct Breaker {
     /// The number of changes of its phase.
     transitions: u64,
     failures: u32,
-    /// The time of the first failure of them, 0 without one.
-    failing_since: Time,
     call_window: Option<CallWindow>,
     open_backoff: BackoffState,
     probes_sent: u64,
@@ -140,7 +138,6 @@ impl Breaker {
             generation: 0,
             transitions: 0,
             failures: 0,
-            failing_since: Time::ZERO,
             call_window: has_rates.then(|| CallWindow::new(spec.window)),
             open_backoff: BackoffState::default(),
             probes_sent: 0,
@@ -233,17 +230,16 @@ impl Breaker {
 
     /// Records the result of a call that took `elapsed`. A probe counts even after its lease. Only opening uses `rng`.
     pub fn report(&mut self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
-        self.report_beside(permit, (class, elapsed), Span::ZERO, now, rng);
+        self.report_beside(permit, (class, elapsed), true, now, rng);
     }
 
-    /// Does the same as [`Breaker::report`] while other calls are in flight. Consecutive failures open it once the time since
-    /// the first of them is at least `others_end`, within which those calls usually end: among a hundred calls, five quick
-    /// failures in a row aren't an outage.
+    /// Does the same as [`Breaker::report`] while other calls are in flight. Consecutive failures open it only if those calls
+    /// would have ended by now: among a hundred calls, five quick failures in a row aren't an outage.
     pub fn report_beside(
         &mut self,
         permit: BreakerPermit,
         (class, elapsed): (Class, Span),
-        others_end: Span,
+        others_would_have_ended: bool,
         now: Time,
         rng: &mut impl Rng,
     ) {
@@ -257,12 +253,7 @@ impl Breaker {
         self.refresh(now);
         let failed = class == Class::Transient;
         let slow = self.spec.slow_calls.is_some_and(|slow| elapsed > slow.threshold);
-        (self.failures, self.failing_since) = match self.failures {
-            _ if !failed => (0, Time::ZERO),
-            0 => (1, now),
-            // If the clock stepped back, failures would otherwise not count for as long as the step.
-            before => (before.saturating_add(1), self.failing_since.min(now)),
-        };
+        self.failures = if failed { self.failures.saturating_add(1) } else { 0 };
         let opens = match &mut self.phase {
             BreakerPhase::HalfOpen { .. } if failed || slow => true,
             BreakerPhase::HalfOpen { successes, .. } => {
@@ -276,7 +267,7 @@ impl Breaker {
                 if let Some(calls) = &mut self.call_window {
                     calls.record(failed, slow, now);
                 }
-                self.should_open(now.since(self.failing_since) >= others_end)
+                self.should_open(others_would_have_ended)
             }
             BreakerPhase::Open { .. } => false,
         };
@@ -305,7 +296,7 @@ impl Breaker {
     /// Closes it completely, without a ramp, and clears its failures.
     pub fn reset(&mut self) {
         self.enter_phase(BreakerPhase::Closed);
-        (self.failures, self.failing_since) = (0, Time::ZERO);
+        self.failures = 0;
         self.open_backoff = BackoffState::default();
     }
 

@@ -346,6 +346,36 @@ fn adjustments_continue_after_a_clock_step_back() {
     assert_eq!((lessons(ahead), lessons(test_time(0))), (11, 12));
 }
 
+/// Clients with replies at different times, of which one starts in the middle of an interval.
+#[test]
+fn all_limits_drain_at_the_same_moments() {
+    for (starts_at, every) in [(0, 10), (3_333, 13), (7_100, 17)] {
+        let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
+        inflight.resume((40, FIFTY), test_time(starts_at));
+        let mut drains = 0;
+        for turn in 0..60_000 / every {
+            let (before, now) = (inflight.limit(), test_time(starts_at + turn * every));
+            inflight.sample(FIFTY, before, Class::Success, now);
+            if inflight.limit() < before {
+                assert!(now.as_micros() % 10_000_000 < every * 1000, "{starts_at}: at {now:?}");
+                drains += 1;
+            }
+        }
+        assert!((5..=6).contains(&drains), "{starts_at}: {drains}");
+    }
+}
+
+/// A limit without any effect isn't halved, however old the measurement is.
+#[test]
+fn a_limit_that_is_not_reached_is_not_drained() {
+    let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
+    inflight.resume((40, FIFTY), test_time(0));
+    for turn in 0..12_000 {
+        inflight.sample(FIFTY, 5, Class::Success, test_time(turn * 10));
+        assert_eq!(inflight.limit(), 40);
+    }
+}
+
 #[test]
 fn invalid_specs_are_rejected() {
     let spec = |min, initial, max| AdaptiveLimit::new(AdaptiveLimitSpec { min, initial, max }).err();

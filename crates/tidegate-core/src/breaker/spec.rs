@@ -33,7 +33,8 @@ pub struct RampStep {
 /// The settings of a breaker, as written by the user, with at least one of `failures`, `failure_rate`, `slow_calls`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BreakerSpec {
-    /// Opens at this many failures since the last reply that proves that the provider works. Default 5.
+    /// Opens at this many failures since the last reply that proves that the provider works. Default 5. In calls, failures
+    /// must also have lasted for some time while others are in flight; see [`Breaker::report_beside`](super::Breaker::report_beside).
     pub failures: Option<u32>,
     /// Opens if this many of a thousand calls in the window fail, 1 to 1000. Default none.
     pub failure_rate: Option<u16>,

@@ -55,6 +55,10 @@ pub(super) struct RoundTripStats {
     /// (RFC 6298 §2). Quick errors would make it too short.
     smoothed: Span,
     deviation: Span,
+    /// The time of the last such reply.
+    good_at: Time,
+    /// The time since which there were only failures: from when the first of them was sent.
+    failing_since: Option<Time>,
     granted_at: Time,
     /// The delay with which the last call may have reached the provider, compared with the fastest one.
     last_excess: Span,
@@ -90,6 +94,24 @@ impl RoundTripStats {
         granted_at == self.granted_at && !late.is_zero()
     }
 
+    /// Notes the result of a request. Returns true if failures have lasted for twice the time within which good replies come,
+    /// or for a second before the first one: a call that was sent before them would have been answered.
+    pub(super) fn record_class(&mut self, class: Class, sent_at: Time, now: Time) -> bool {
+        match class {
+            Class::Success | Class::Permanent | Class::Auth => (self.good_at, self.failing_since) = (now, None),
+            Class::Transient => {
+                // If the clock stepped back, failures would otherwise not count for as long as the step.
+                self.failing_since = Some(self.failing_since.unwrap_or(self.good_at.max(sent_at)).min(now));
+            }
+            Class::Throttled | Class::Cancelled => {}
+        }
+        let longest = match self.smoothed {
+            Span::ZERO => FIRST_TIME_FOR_OTHERS,
+            _ => self.usual_max().times(2).min(MAX_TIME_FOR_OTHERS),
+        };
+        self.failing_since.is_some_and(|since| now.since(since) >= longest)
+    }
+
     fn update_smoothed(&mut self, elapsed: u64) {
         let (usual, deviation) = (self.smoothed.as_micros(), self.deviation.as_micros());
         let (usual, deviation) = if usual == 0 {
@@ -98,12 +120,6 @@ impl RoundTripStats {
             (usual - usual / 8 + elapsed / 8, deviation - deviation / 4 + usual.abs_diff(elapsed) / 4)
         };
         (self.smoothed, self.deviation) = (Span::from_micros(usual), Span::from_micros(deviation));
-    }
-
-    /// The time for which failures in a row don't open the breaker while other calls are in flight: twice that of good
-    /// replies, and a second before the first one.
-    pub(super) fn time_for_others(&self) -> Span {
-        if self.smoothed.is_zero() { FIRST_TIME_FOR_OTHERS } else { self.usual_max().times(2).min(MAX_TIME_FOR_OTHERS) }
     }
 
     /// An upper bound that replies rarely exceed.

@@ -127,11 +127,9 @@ impl Call {
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }
-        let others_end = match state.lanes.total_in_flight() {
-            0 | 1 => Span::ZERO,
-            _ => state.round_trips.time_for_others(),
-        };
-        state.breaker.report_beside(sent.permit, (reply.class, elapsed), others_end, now, rng);
+        let is_outage = state.round_trips.record_class(reply.class, sent.sent_at, now);
+        let is_alone = state.lanes.total_in_flight().saturating_sub(state.tunnels) <= 1;
+        state.breaker.report_beside(sent.permit, (reply.class, elapsed), is_outage || is_alone, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
         if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery, reply.class) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();

@@ -327,7 +327,7 @@ impl DocumentReader<'_> {
                 let count = if is_concurrency { CountMode::Admitted } else { group.count };
                 let reservations = match &group.reservations {
                     Some(parsed) => {
-                        let rules = self.build_reservations(parsed, (&quantity, &kind), group.shadow)?;
+                        let rules = self.build_reservations(parsed, (&quantity, &kind), cost, group.shadow)?;
                         Some((rules, &parsed.by))
                     }
                     None => None,

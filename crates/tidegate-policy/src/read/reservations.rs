@@ -130,8 +130,11 @@ impl DocumentReader<'_> {
         let has_several = reserving().find(|(group, _)| group.op_count() > 1);
         if let Some((_, reservations)) = has_several.or_else(|| reserving().nth(1)) {
             let message = "two limits of this action tell callers an instant of their own";
-            let expected =
-                if has_several.is_some() { "it in the item of `limits` that it belongs to" } else { "one of them" };
+            let expected = if has_several.is_some() {
+                "an item of `limits` for each term, and this in one of them"
+            } else {
+                "one of them"
+            };
             let error = self.error(reservations.at, message, expected);
             error.help("a caller would have to come at both, which are different times");
             is_valid = false;
@@ -139,16 +142,17 @@ impl DocumentReader<'_> {
         is_valid
     }
 
-    /// Builds the rules for a limit of this quantity and kind.
+    /// Builds the rules for a limit of this quantity and kind, and of calls with this cost.
     pub(super) fn build_reservations(
         &mut self,
         parsed: &ParsedReservations,
         (quantity, kind): (&Quantity, &LimitKind),
+        cost: u64,
         is_shadow: bool,
     ) -> Option<ReservationRules> {
         let &ParsedReservations { horizon, kept, at, .. } = parsed;
         if is_shadow {
-            self.note(at, "nobody is refused in shadow, so that this has no effect");
+            self.note(at, "no call is refused in shadow mode, so that this has no effect");
         }
         let usual = USUAL_GRACE.min(horizon);
         let made = match kept {
@@ -156,36 +160,27 @@ impl DocumentReader<'_> {
             Some((share, grace)) => ReservationRules::new(horizon, share, grace.unwrap_or(usual)),
         };
         let mut rules = made.map_err(|error| self.report(at, error.to_string(), "other terms")).ok()?;
+        let limit = quantity.capacity().unwrap_or_default();
+        let part = if let LimitKind::Rate(_) = kind { rules.part_of_burst(limit) } else { rules.part_of(limit) };
+        if part < cost && cost <= limit {
+            let message = format!("at most {part} of {limit} may be kept for reservations, and a call costs {cost}");
+            return self.error(at, message, "a larger limit or burst, or `share = 1`").none();
+        }
         let next_room = match (kind, kept) {
             (LimitKind::Rate(rate), Some((share, grace))) => {
-                let part = rules.part_of_burst(rate.burst());
-                if part == 0 {
-                    let message = "a burst of 1 can't be kept for a reservation, because others need it";
-                    return self.error(at, message, "a burst of at least 2, or `share = 1`").none();
-                }
                 let held = rules.spacing(rate, 1).times(part);
                 let grace = grace.unwrap_or((held - time_of_a_call(rate)).max(LEAST_GRACE).min(usual));
                 self.note_slow_reservations(rate, &rules, grace, at);
                 rules = ReservationRules::new(horizon, share, grace).ok()?;
-                rules.spacing(rate, 1)
+                rules.spacing(rate, cost)
             }
-            (LimitKind::Rate(rate), None) => time_of_a_call(rate),
-            _ => {
-                let limit = quantity.capacity().unwrap_or_default();
-                if limit > 0 && rules.part_of(limit) == 0 {
-                    let message = format!(
-                        "the share that may be kept, {} % of {limit}, is less than one call",
-                        rules.share() as f64 / 10.0
-                    );
-                    return self.error(at, message, "a larger share or limit").none();
-                }
-                quantity.forget_time()
-            }
+            (LimitKind::Rate(rate), None) => time_of_a_call(rate).times(cost),
+            _ => quantity.forget_time(),
         };
         if next_room > horizon {
             let message = format!(
-                "room can come back as late as {} after a refusal, and instants are told at most {} ahead, so that most refused \
-                 callers get none; a longer horizon prevents that",
+                "room can come back as late as {} after a refusal, and instants are told at most {} ahead; callers are told none \
+                 if theirs is later",
                 describe_duration(next_room),
                 describe_duration(horizon)
             );

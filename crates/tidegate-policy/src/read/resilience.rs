@@ -83,7 +83,7 @@ setting_keys! {
     }
 
     ADAPTIVE: AdaptiveKeys {
-        min: u32 = "4", COUNT, "the minimum number of calls at a time";
+        min: u32 = "4", COUNT, "the minimum number of calls at a time; half of it for a moment while round trips are measured";
         max: u32 = "1000", COUNT, "the maximum number of calls at a time";
         initial: u32 = "20", COUNT, "the first number of calls at a time";
     }

@@ -136,6 +136,42 @@ async fn late_replies_from_before_opening_change_nothing() {
     }
 }
 
+/// A provider that answers ten calls at a time within 100 ms, and refuses further ones at once.
+#[tokio::test(start_paused = true)]
+async fn failures_between_good_replies_open_nothing() {
+    let (api, log) = (provider(FIVE), Log::default());
+    for burst in 0..20 {
+        let good = |_| {
+            let upstream = Answers::of(&api, &[GOOD], &log, 0).after(Duration::from_millis(100));
+            spawn(&api, CallOptions::default(), upstream)
+        };
+        let calls: Vec<_> = (0..10).map(good).collect();
+        tokio::task::yield_now().await;
+        for _ in 0..50 {
+            call(&api, FAILED, &log).await.unwrap_err();
+            assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::Closed, "{burst}");
+            sleep(Duration::from_millis(1)).await;
+        }
+        for call in calls {
+            call.await.unwrap().unwrap();
+        }
+    }
+}
+
+/// The calls were sent before the first of them failed, so that nothing else is to be waited for.
+#[tokio::test(start_paused = true)]
+async fn calls_that_hang_together_open_the_breaker() {
+    let (api, log) = (provider(FIVE), Log::default());
+    call(&api, GOOD, &log).await.unwrap();
+    let hang = |_| spawn(&api, CallOptions::default(), Answers::of(&api, &[FAILED], &log, 0).after(secs(30)));
+    let calls: Vec<_> = (0..10).map(hang).collect();
+    sleep(Duration::from_millis(30_001)).await;
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::Open);
+    for call in calls {
+        call.await.unwrap().unwrap_err();
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_cancelled_probe_is_released_immediately() {
     let (api, log) = (broken(FIVE).await, Log::default());
