@@ -105,4 +105,6 @@ fn every_shipped_scenario_is_listed() {
     for shipped in &tidegate_sim::shipped::ALL {
         assert!(listed.lines().any(|line| line.starts_with(shipped.name)), "{listed}");
     }
+    let suite = simulate(Path::new("."), &["control"]);
+    assert!(err(&suite).contains("`--suite control`"), "{}", err(&suite));
 }

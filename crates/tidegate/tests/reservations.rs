@@ -38,6 +38,7 @@ fn a_reservation_is_the_callers_own_and_admits_once() {
     let first = caller.call("192.0.2.3", None);
     let reservation = first.reservation.clone().unwrap();
     assert_eq!((first.retry_after, reservation.at), (Some(1), clock.now().as_micros() / 1000 + 500));
+    assert_eq!(first.reason, "reserved");
     assert_eq!(caller.call("192.0.2.3", None).reservation, Some(reservation.clone()), "asked again, it is the same");
     let second = caller.call("192.0.2.4", None).reservation.unwrap();
     assert_eq!(second.at, reservation.at + 500);
@@ -55,6 +56,25 @@ fn a_reservation_is_the_callers_own_and_admits_once() {
     clock.advance(Span::from_millis(500));
     let without_token = caller.call("192.0.2.4", None);
     assert!(without_token.allowed && without_token.by_reservation, "{without_token:?}");
+}
+
+/// With a share of 0, each caller by its key is told an instant, and nothing is kept.
+#[test]
+fn a_share_of_none_tells_instants() {
+    let (gate, clock) = gate(
+        "[inbound.action.report]\nkey = \"action\"\nlimit = \"1/s burst 1\"\nreserve = { share = 0, by = [\"key\"] }\n",
+    );
+    let call = |key| {
+        let query = Query { action: Some("report"), key: Some(key), ..Query::default() };
+        gate.report(&gate.check_now(&query).unwrap())
+    };
+    assert!(call("a").allowed);
+    for (key, wait) in [("b", 1), ("c", 2), ("d", 3), ("b", 1)] {
+        let refused = call(key);
+        assert_eq!((refused.retry_after, refused.reservation, &*refused.reason), (Some(wait), None, "limit"), "{key}");
+    }
+    clock.advance(Span::from_secs(1));
+    assert!(call("e").allowed, "nothing is kept");
 }
 
 /// A path that can be read in two ways is counted by both, with one caller.

@@ -212,3 +212,31 @@ impl DocumentReader<'_> {
 fn time_of_a_call(rate: &Rate) -> Span {
     Span::from_micros(rate.per().as_micros().div_ceil(rate.count()))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Policy, PolicySources};
+
+    #[test]
+    fn limits_that_reserve_little_have_notes() {
+        for (settings, expected) in [
+            ("limit = \"100/s burst 100\"\nreserve = {}", ""),
+            ("limit = \"20 per 2s\"\nspread = true", ""),
+            ("limit = \"10/s burst 10\"\nreserve = { share = 1, grace = \"1s\" }", "a burst of 10 holds at most 10"),
+            ("limit = \"1000 per calendar day\"\nreserve = {}", "room can come back as late as 1 d"),
+            ("limit = \"20 per 2m\"\nspread = \"10s\"", "room can come back as late as 120 s"),
+            (
+                "limit = \"1 per 10s burst 2\"\ncost = 2\nreserve = { share = 1, horizon = \"15s\" }",
+                "room can come back",
+            ),
+            ("limit = \"20 per 2s\"\nreserve = {}\nmode = \"shadow\"", "no call is refused in shadow mode"),
+        ] {
+            let text = format!("[inbound.action.a]\nkey = \"action\"\n{settings}\n");
+            let loaded = Policy::load(PolicySources::new().file("t.toml", text));
+            let policy = loaded.unwrap_or_else(|errors| panic!("{settings}: {errors}"));
+            let notes: Vec<_> = policy.notes().iter().map(|note| note.message()).collect();
+            let is_expected = if expected.is_empty() { notes.is_empty() } else { notes[0].starts_with(expected) };
+            assert!(is_expected, "{settings}: {notes:?}");
+        }
+    }
+}
