@@ -205,27 +205,31 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.reason = if paroled { Reason::Parole } else { Reason::Ok };
     }
     if batch.context().caller != 0 {
-        set_reservation(&mut decision, batch, outcomes, refusal.map(|(_, outcome)| outcome));
+        let (at, is_unknown) = find_reservation(batch, outcomes, refusal.map(|(_, outcome)| outcome));
+        decision.reservation = at.map(|at| GivenReservation { at, signature: 0 });
+        decision.is_reservation_unknown = is_unknown;
+        decision.reason = match decision.reason {
+            Reason::Ok if at.is_some() => Reason::Reservation,
+            Reason::Limit if at.is_some() && refusal.is_some() => Reason::Reserved,
+            other => other,
+        };
     }
     decision
 }
 
-/// Sets the reservation by which a call was admitted, or which a refusal gave to its caller.
+/// Returns the instant of the reservation by which a call was admitted, or which a refusal gave to its caller; and true if
+/// the reservation that a refused caller presented is unknown.
+// It isn't given the decision, which would otherwise be built in memory and copied to its place.
 #[cold]
-fn set_reservation(decision: &mut Decision, batch: &Batch, outcomes: &Outcomes, refusal: Option<&Outcome>) {
+fn find_reservation(batch: &Batch, outcomes: &Outcomes, refusal: Option<&Outcome>) -> (Option<Time>, bool) {
     let is_used = |outcome: &&Outcome| !outcome.verdict.refuses() && outcome.reserved_at > Time::ZERO;
     let outcome = refusal.or_else(|| outcomes.list().iter().find(is_used));
     let at = outcome.map(|outcome| outcome.reserved_at).filter(|at| *at > Time::ZERO);
-    decision.reservation = at.map(|at| GivenReservation { at, signature: 0 });
-    decision.reason = match decision.reason {
-        Reason::Ok if at.is_some() => Reason::Reservation,
-        Reason::Limit if at.is_some() && refusal.is_some() => Reason::Reserved,
-        other => other,
-    };
     let presented = batch.context().reservation;
-    decision.is_reservation_unknown = refusal.is_some()
+    let is_unknown = refusal.is_some()
         && presented > Time::ZERO
         && !outcomes.list().iter().any(|outcome| outcome.reserved_at == presented);
+    (at, is_unknown)
 }
 
 fn set_limit_fields(decision: &mut Decision, op: &Op, outcome: &Outcome) {
