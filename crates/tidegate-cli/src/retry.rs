@@ -203,8 +203,7 @@ impl<'a> RetryRunner<'a> {
                 format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
             match next {
                 Ok(at) => {
-                    self.launcher
-                        .set_reservation(seen.reservation.as_ref().map(|reservation| reservation.token.as_str()));
+                    self.launcher.set_reservation(seen.token());
                     self.print_status(&format!("{of}; trying again in {}", describe_wait(at.since(now))));
                     if let Some(signal) = self.wait_until(at) {
                         return signal.status();

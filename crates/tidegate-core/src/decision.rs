@@ -208,6 +208,10 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         let (at, is_unknown) = find_reservation(batch, outcomes, refusal.map(|(_, outcome)| outcome));
         decision.reservation = at.map(|at| GivenReservation { at, signature: 0 });
         decision.is_reservation_unknown = is_unknown;
+        if let (Some(at), Some(_)) = (at, refusal) {
+            // Full capacity comes after the instant.
+            decision.reset_after = decision.reset_after.max(at.since(now));
+        }
         decision.reason = match decision.reason {
             Reason::Ok if at.is_some() => Reason::Reservation,
             Reason::Limit if at.is_some() && refusal.is_some() => Reason::Reserved,

@@ -121,7 +121,7 @@ fn absentees_cost_a_share_of_one_horizon() {
     let report = report("absentees");
     for (strategy, share) in [("reserved, half of the limit", 0.5), ("reserved, whole limit", 1.0)] {
         let goodput = |case| run(&report, case, strategy).summary.goodput;
-        let lost = 1.0 - goodput("600 absentees") / goodput("none");
+        let lost = 1.0 - goodput("600 absentees") / goodput("without them");
         assert!((0.5 * share / 12.0..=1.05 * share / 12.0).contains(&lost), "{strategy}: {lost:.4}");
     }
 }

@@ -72,7 +72,7 @@ impl CommandLauncher {
         is_group: bool,
     ) -> Self {
         let mut command = Command::new(words.first().cloned().unwrap_or_default());
-        command.args(words.iter().skip(1));
+        command.args(words.iter().skip(1)).env_remove(RESERVATION_VARIABLE);
         if is_group {
             command.process_group(0);
         }

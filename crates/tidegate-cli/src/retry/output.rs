@@ -65,6 +65,11 @@ impl OutputMatches {
         }
     }
 
+    /// The token of the reservation that the output tells. One without a wait is ignored.
+    pub(super) fn token(&self) -> Option<&str> {
+        self.reservation.as_ref().filter(|_| self.retry_after.is_some()).map(|reservation| reservation.token.as_str())
+    }
+
     /// The wait that the output asks for, from `now` on.
     pub(super) fn wait(&self, now: Time) -> Option<Span> {
         let reservation =

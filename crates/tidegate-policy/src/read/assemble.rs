@@ -333,7 +333,7 @@ impl DocumentReader<'_> {
                     None => None,
                 };
                 let mut description = description::describe_limit(&quantity, penalty.as_ref(), is_ban, count, cost);
-                if let Some((rules, by)) = &reservations {
+                if let Some((rules, by)) = reservations.as_ref().filter(|_| !group.shadow) {
                     description.push_str(&description::describe_reservations(rules, by));
                 }
                 let rate_limit_policy = description::rate_limit_policy(&name, &quantity)?;

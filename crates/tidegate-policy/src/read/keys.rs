@@ -20,15 +20,15 @@ const MAX_NAME: usize = 64;
 pub(super) const MISSING_WORDS: [(&str, OnMissing); 4] =
     [("share", OnMissing::Share), ("by_ip", OnMissing::ByIp), ("refuse", OnMissing::Refuse), ("skip", OnMissing::Skip)];
 pub(super) const KEY: Custom<Vec<KeyPart>> =
-    Custom(Strings, "a part of requests, or a list of parts", |reader, node, _| reader.key(node));
+    Custom(Strings, "a part of requests, or a list of parts", |reader, node, key| reader.key(node, key));
 
 impl DocumentReader<'_> {
-    fn key(&mut self, node: &TomlNode) -> Option<Vec<KeyPart>> {
+    fn key(&mut self, node: &TomlNode, key: &str) -> Option<Vec<KeyPart>> {
         let expected = format!("parts such as [\"client_ip\"]: {}", join_names(&KeyPart::NAMES));
         let words = self.strings(node, "key", &expected)?;
         if words.is_empty() || words.len() > MAX_PARTS {
             let expected = format!("1 to {MAX_PARTS}: {}", join_names(&KeyPart::NAMES));
-            return self.error(node.at, format!("`key` has {} parts", words.len()), expected).none();
+            return self.error(node.at, format!("`{key}` has {} parts", words.len()), expected).none();
         }
         let parts = words.into_iter().map(|(text, item)| (self.key_part(text, item), item.at, text));
         let parts = parts.collect();

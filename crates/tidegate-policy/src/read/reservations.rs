@@ -14,7 +14,7 @@ use crate::error::Note;
 use crate::key::KeyPart;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{read_keys, setting_keys};
-use crate::units::describe_duration;
+use crate::units::{describe_duration, parse_duration};
 
 const DEFAULT_HORIZON: Span = Span::from_secs(30);
 /// The bounds of a grace that isn't written: enough for a network, and no more than a client needs.
@@ -43,9 +43,15 @@ const HORIZON: Custom<Span> = Custom(Text, "a duration of at most an hour", |rea
 
 /// The type of `spread`: the horizon, if it is on.
 pub(super) const SPREAD: Custom<Option<Span>> =
-    Custom(Text, "true, false or a duration", |reader, node, key| match node.value {
+    Custom(Text, "true, false or a duration", |reader, node, key| match &node.value {
         TomlValue::Boolean(true) => Some(Some(DEFAULT_HORIZON)),
         TomlValue::Boolean(false) => Some(None),
+        // Variables have texts only.
+        TomlValue::String(text) if text == "true" => Some(Some(DEFAULT_HORIZON)),
+        TomlValue::String(text) if text == "false" => Some(None),
+        TomlValue::String(text) if parse_duration(text).is_err() => {
+            reader.wrong_type(node, key, "true, false or a duration such as \"10s\"").none()
+        }
         _ => (HORIZON.2)(reader, node, key).map(Some),
     });
 
@@ -129,7 +135,12 @@ impl DocumentReader<'_> {
         }
         let has_several = reserving().find(|(group, _)| group.op_count() > 1);
         if let Some((_, reservations)) = has_several.or_else(|| reserving().nth(1)) {
-            let message = "two limits of this action tell callers an instant of their own";
+            let message = match has_several {
+                Some(_) => {
+                    "the action has several limits, and only one of them can tell callers an instant of their own"
+                }
+                None => "two limits of this action tell callers an instant of their own",
+            };
             let expected = if has_several.is_some() {
                 "an item of `limits` for each term, and this in one of them"
             } else {
@@ -222,6 +233,7 @@ mod tests {
         for (settings, expected) in [
             ("limit = \"100/s burst 100\"\nreserve = {}", ""),
             ("limit = \"20 per 2s\"\nspread = true", ""),
+            ("limit = \"20 per 2s\"\nspread = \"true\"", ""),
             ("limit = \"10/s burst 10\"\nreserve = { share = 1, grace = \"1s\" }", "a burst of 10 holds at most 10"),
             ("limit = \"1000 per calendar day\"\nreserve = {}", "room can come back as late as 1 d"),
             ("limit = \"20 per 2m\"\nspread = \"10s\"", "room can come back as late as 120 s"),
