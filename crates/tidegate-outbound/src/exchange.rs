@@ -90,8 +90,8 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     /// True if the current attempt's request was passed to the inner service.
     was_handed_over: bool,
     token: Option<LoginToken>,
-    /// The last reservation that a reply gave.
-    reservation: Option<HeldReservation>,
+    /// The last reservation that each credential got. At most one for each attempt.
+    reservations: Vec<HeldReservation>,
     deadline: Time,
 }
 
@@ -133,7 +133,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
             attempts_before: 0,
             was_handed_over: false,
             token: None,
-            reservation: None,
+            reservations: Vec::new(),
             deadline: Time::NEVER,
         })
     }
@@ -197,9 +197,9 @@ where
         if let Err(error) = shared.target.prepare_attempt(&mut parts, secret) {
             return cancelled_outcome(error.into(), Delivery::Unsent);
         }
-        let is_usable = |held: &mut HeldReservation| held.credential == credential && held.usable_from <= now;
-        if let Some(held) = self.reservation.take_if(is_usable) {
-            parts.headers.insert(TIDEGATE_RESERVATION, held.token);
+        let is_usable = |held: &HeldReservation| held.credential == credential && held.usable_from <= now;
+        if let Some(index) = self.reservations.iter().position(is_usable) {
+            parts.headers.insert(TIDEGATE_RESERVATION, self.reservations.swap_remove(index).token);
         }
         let mut inner = self.inner.clone();
         if let Err(error) = poll_fn(|context| inner.poll_ready(context)).await {
@@ -239,7 +239,8 @@ where
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
         if let (Some(token), Some(wait)) = (reservation_to_present(&head.headers), report.retry_after) {
-            self.reservation = Some(HeldReservation { token, credential, usable_from: now + wait });
+            self.reservations.retain(|held| held.credential != credential);
+            self.reservations.push(HeldReservation { token, credential, usable_from: now + wait });
         }
         // A stream of events isn't a single document, and reading ahead would delay it.
         let is_applicable = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);
@@ -318,7 +319,7 @@ where
             body: self.body.clone(),
             attempts_before: self.body.attempt_count(),
             token: self.token.clone(),
-            reservation: None,
+            reservations: Vec::new(),
             ..*self
         })
     }

@@ -219,7 +219,8 @@ impl ReservedUsage {
         let index = self.queue.of_caller(batch.caller).filter(|_| batch.caller != 0 && rules.is_kept)?;
         let Reservation { at, cost, .. } = self.queue.reservations[index];
         let is_presented = batch.reservation == Time::ZERO || batch.reservation == at;
-        (is_presented && at <= now && op.cost <= cost).then_some(index)
+        // A call without cost needs no room.
+        (is_presented && at <= now && (1..=cost).contains(&op.cost)).then_some(index)
     }
 
     /// Evaluates a call.

@@ -130,16 +130,15 @@ async fn a_reservation_is_presented_once_at_its_instant() {
     assert_eq!(presented, [None, Some("rabc".to_owned()), None]);
 }
 
-/// A reservation belongs to the credential whose request was refused.
+/// A reservation belongs to the credential whose request was refused, and another one of the call doesn't replace it.
 #[tokio::test]
-async fn another_credential_presents_no_reservation() {
+async fn each_credential_presents_its_own_reservation() {
     let api = Api::start(|number, _| match number {
-        0 => {
-            let now = SystemClock::new().now().as_micros() / 1000;
+        0 | 1 => {
+            let at = SystemClock::new().now().as_micros() / 1000 + 300 + 300 * number as u64;
             let answer = Answer::new(429, "later").with("retry-after", "1");
-            answer.with("tidegate-reservation", format!("rabc;at={}", now + 300))
+            answer.with("tidegate-reservation", format!("r{number};at={at}"))
         }
-        1 => Answer::new(429, "later").with("retry-after", "1"),
         _ => Answer::new(200, "hello"),
     })
     .await;
@@ -148,7 +147,7 @@ async fn another_credential_presents_no_reservation() {
     assert_eq!(body(&gateway.ask(get("/api/x")).await), "hello");
     let arrived = api.arrived();
     let seen = |name| arrived.iter().map(|request| request.header(name)).collect::<Vec<_>>();
-    assert_eq!(seen("tidegate-reservation"), [None, None, Some("rabc")]);
+    assert_eq!(seen("tidegate-reservation"), [None, None, Some("r0")]);
     let sent = seen("authorization");
     assert!(sent[0] != sent[1] && sent[0] == sent[2], "{sent:?}");
 }
