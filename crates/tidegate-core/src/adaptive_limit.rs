@@ -22,8 +22,8 @@ const MAX_LEARNT_ROUND_TRIP: Span = Span::from_secs(60);
 const SAMPLES_PER_WINDOW: u32 = 32;
 /// The least replies in a window of the start.
 const MIN_START_SAMPLES: u32 = 16;
-/// The least replies in a window of a drain, which is to end soon.
-const MIN_DRAIN_SAMPLES: u32 = 8;
+/// The least replies in a window after the start: a small limit has few at a time.
+const MIN_SAMPLES: u32 = 8;
 /// After an evaluation, replies are ignored for this many round trips without load: their calls were sent before it.
 const SKIPPED_ROUND_TRIPS: u64 = 2;
 /// The longest time for which replies are ignored.
@@ -68,7 +68,7 @@ pub enum AdaptiveLimitError {
 
 /// A provider's limit of calls in flight.
 ///
-/// Round trips of less than 5 ms count as 5 ms. Replies are evaluated in windows of 32. After each evaluation, the
+/// Round trips of less than 5 ms count as 5 ms. Replies are evaluated in windows of four times the limit, from 8 to 32. After each evaluation, the
 /// replies of the next two round trips are ignored, because they belong to the previous limit. A failed call
 /// (throttled, timed out or transient otherwise) counts as one that took twice the round trip without load. If at least
 /// half of the calls were sent with more than half of the limit in flight, the average round trip decides:
@@ -287,8 +287,7 @@ impl AdaptiveLimit {
         let (ended, limit) = (window.answered + window.failed, self.limit());
         let samples = match self.start {
             Some(_) => limit.clamp(MIN_START_SAMPLES, SAMPLES_PER_WINDOW),
-            None if self.is_draining => limit.saturating_mul(4).clamp(MIN_DRAIN_SAMPLES, SAMPLES_PER_WINDOW),
-            None => SAMPLES_PER_WINDOW,
+            None => limit.saturating_mul(4).clamp(MIN_SAMPLES, SAMPLES_PER_WINDOW),
         };
         if ended >= samples {
             self.evaluate_window(now);
