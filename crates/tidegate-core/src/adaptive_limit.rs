@@ -34,9 +34,11 @@ const FIRST_RAISES: u32 = 3;
 const REFUSALS: u32 = 4;
 /// The time before a limit that the provider has refused is tried again, by a few calls.
 const REFUSED_TIME: Span = Span::from_secs(5);
-/// The time between the drains that measure the round trip without load. It is doubled until a drain takes at most this part.
+/// The time between the drains that measure the round trip without load. It is doubled until a drain takes at most a part of it.
 const DRAIN_INTERVAL: Span = Span::from_secs(10);
 const DRAINED_PART: u64 = 6;
+/// A longer drain counts as this long, because it may have waited for calls.
+const MAX_DRAIN_LENGTH: Span = Span::from_secs(60);
 
 /// The bounds of an adaptive limit, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +110,7 @@ pub struct AdaptiveLimit {
     is_draining: bool,
     /// True if the limit had an effect since the last drain.
     was_reached: bool,
+    /// The length of the last drain.
     drain_length: Span,
     /// True if lowering the limit twice hasn't helped: the provider itself may be slower, which the next drain shows.
     wants_drain: bool,
@@ -317,11 +320,11 @@ impl AdaptiveLimit {
         let began_at = core::mem::replace(&mut self.evaluated_at, now);
         self.was_reached = is_cap_reached || self.was_reached && !was_draining;
         if was_draining {
-            self.drain_length = now.since(began_at);
-            self.wants_drain = false;
+            self.drain_length = now.since(began_at).min(MAX_DRAIN_LENGTH);
         }
         let updates_baseline = !is_cap_reached || !self.can_drain();
         if updates_baseline {
+            self.wants_drain = false;
             // A drain across a moment at which all clients drain doesn't replace theirs.
             (self.baseline_at, self.baseline_cap) = (Some(if was_draining { began_at } else { now }), self.cap);
         }
