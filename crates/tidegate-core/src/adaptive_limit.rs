@@ -5,10 +5,11 @@
 //! as in TCP Vegas (Brakmo and Peterson, 1994), Netflix's `Gradient2` and Envoy's adaptive concurrency.
 //!
 //! This module adds two rules. First, the round trip without load is measured while at most half of the limit is in
-//! flight. If that doesn't happen by itself, the limit is halved for a short time every ten seconds, as BBR drains for its
-//! `PROBE_RTT` (draft-ietf-ccwg-bbr): at full multiples of ten seconds since the Unix epoch, so that all clients of a provider
-//! drain together. Otherwise each would measure the queue of the others. One lucky reply would spoil a minimum, and a running average grows with the queue that it should
-//! reveal. Second, no reply, however late, counts as more than twice the round trip without load.
+//! flight. If that doesn't happen by itself, the limit is halved for a short time every ten seconds, as BBR drains for
+//! its `PROBE_RTT` (draft-ietf-ccwg-bbr): at full multiples of ten seconds since the Unix epoch, so that all clients of
+//! a provider drain together. Otherwise each would measure the queue of the others. One lucky reply would spoil a
+//! minimum, and a running average grows with the queue that it should reveal. Second, no reply, however late, counts as
+//! more than twice the round trip without load.
 
 use thiserror::Error;
 
@@ -34,8 +35,9 @@ const FIRST_RAISES: u32 = 3;
 const REFUSALS: u32 = 4;
 /// The time before a limit that the provider has refused is tried again, by a few calls.
 const REFUSED_TIME: Span = Span::from_secs(5);
-/// The time between the drains that measure the round trip without load. It is doubled until a drain takes at most a part of it.
+/// The time between the drains that measure the round trip without load.
 const DRAIN_INTERVAL: Span = Span::from_secs(10);
+/// The interval is doubled until it is at least this many times as long as a drain.
 const DRAINED_PART: u64 = 6;
 /// A longer drain counts as this long, because it may have waited for calls.
 const MAX_DRAIN_LENGTH: Span = Span::from_secs(60);
@@ -70,8 +72,8 @@ pub enum AdaptiveLimitError {
 
 /// A provider's limit of calls in flight.
 ///
-/// Round trips of less than 5 ms count as 5 ms. Replies are evaluated in windows of four times the limit, from 8 to 32. After each evaluation, the
-/// replies of the next two round trips are ignored, because they belong to the previous limit. A failed call
+/// Round trips of less than 5 ms count as 5 ms. Replies are evaluated in windows of four times the limit, from 8 to 32.
+/// After each evaluation, the replies of the next two round trips are ignored, because they belong to the previous limit. A failed call
 /// (throttled, timed out or transient otherwise) counts as one that took twice the round trip without load. If at least
 /// half of the calls were sent with more than half of the limit in flight, the average round trip decides:
 ///

@@ -10,7 +10,9 @@ use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
 use crate::{AdaptiveLimit, Batch, Breaker, Budget, Class, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
 
+/// The time for which failures open no breaker beside other calls in flight, before the first good reply.
 const FIRST_TIME_FOR_OTHERS: Span = Span::from_secs(1);
+/// The longest such time.
 const MAX_TIME_FOR_OTHERS: Span = Span::from_secs(10);
 /// The shortest time that callers are told to wait for a probe.
 const MIN_PROBE_TIME: Span = Span::from_secs(1);
