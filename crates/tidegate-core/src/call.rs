@@ -29,7 +29,7 @@ pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
-use crate::lanes::{Lane, Refusal, Ticket, WaitReason};
+use crate::lanes::{Lane, QueueFullError, Refusal, Ticket, WaitReason};
 use crate::retry::{Delivery, RetryTracker};
 use crate::{Batch, Class, Limits, MAX_COST, Op, Outcomes, Span, Time, Verb};
 
@@ -301,6 +301,13 @@ impl Call {
         let refusal = state.lanes.refused_past(self.deadline, self.lane, self.cost, now);
         let known = refusal.map(|refusal| refusal.failure()).or(self.failure_at_deadline);
         known.unwrap_or(CallFailure::DeadlineExceeded)
+    }
+
+    /// Called when the lanes have given its place to a later call.
+    pub fn handle_displacement(&mut self, state: &mut ProviderState) -> CallFailure {
+        state.store_requests.updates.clear();
+        self.leave_queue(state);
+        CallFailure::QueueFull(QueueFullError { lane: self.lane })
     }
 
     /// Called for a waiting call when an operator stops the calls to the provider. An answer of the store that is still

@@ -3,6 +3,9 @@
 //! Calls wait in three lanes, in the order of arrival within each. One call at a time is selected to ask the store,
 //! which either grants it or names a time before which another attempt can't succeed.
 //!
+//! In a full lane of calls that somebody waits for, a new call takes the place of the one that has waited longest (*head
+//! drop on full*, RFC 7567 §2): as many calls are served, each after a shorter wait. The background lane refuses it.
+//!
 //! More urgent lanes go first, with two exceptions that prevent starvation. First, a waiting lane earns a share of the
 //! granted cost, its *floor*, as credit. It goes first once the credit pays for its next call (deficit round robin of
 //! M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995, with a share in
@@ -31,7 +34,7 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// A number that no other waiting call has, below the sum of all `max_waiting`: an index for a driver's data.
+    /// A number that no other waiting call has, at most the sum of all `max_waiting`: an index for a driver's data.
     pub const fn index(self) -> usize {
         self.index as usize
     }
@@ -43,6 +46,8 @@ pub enum QueueStep {
     /// Fail this call: its deadline has passed, or a refusal shows that it can't be sent before ([`Lanes::refused_past`]).
     /// It has left the queue.
     Expired(Ticket),
+    /// Fail this call with [`QueueFullError`]: a later one has taken its place in its full lane. It has left the queue.
+    Displaced(Ticket),
     /// Ask the store for this call and report the answer: [`Lanes::grant`] or [`Lanes::refuse`]. If it gave none
     /// or refused permanently, call [`Lanes::cancel`]. No other call is selected before.
     AskStore(Ticket),
@@ -86,6 +91,8 @@ pub struct Lanes {
     deadlines: IndexHeap<Time>,
     next_arrival: u64,
     asking: Option<Ticket>,
+    /// The call that has lost its place, until the driver is told. Its slot is free only then.
+    displaced: Option<Ticket>,
     /// True if something has changed since the asking call was selected, so that a refusal may be outdated.
     refusals_outdated: bool,
     refused: RefusedCall,
@@ -108,6 +115,7 @@ impl Lanes {
             deadlines: IndexHeap::default(),
             next_arrival: 0,
             asking: None,
+            displaced: None,
             refusals_outdated: false,
             refused: RefusedCall::default(),
         }
@@ -127,13 +135,20 @@ impl Lanes {
         self.queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.in_flight))
     }
 
-    /// Adds a call to a lane until it is granted, cancelled or expired at its deadline. `cost` is cut to 2^40.
+    /// Adds a call to a lane until it is granted, cancelled, displaced or expired at its deadline. `cost` is cut to 2^40.
+    ///
+    /// If the lane already has the maximum number of waiting calls, the one that has waited longest and isn't asking the
+    /// store is displaced: the next [`Lanes::poll`] names it.
     ///
     /// # Errors
-    /// [`QueueFullError`] if the lane already has the maximum number of waiting calls.
+    /// [`QueueFullError`] if the lane is full, and is the background lane or has no call that can be displaced, or if the
+    /// last displaced call is still to be named.
     #[inline]
     pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFullError> {
-        self.check_room(lane)?;
+        let oldest = match self.check_room(lane) {
+            Ok(()) => None,
+            Err(full) => Some(self.displaceable_call(lane).ok_or(full)?),
+        };
         let arrival = self.next_arrival;
         self.next_arrival += 1;
         let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane };
@@ -150,6 +165,11 @@ impl Lanes {
         };
         self.deadlines.set(index, deadline);
         self.insert(lane, index, now);
+        // Only now, because a lane that were empty in between would lose its credit.
+        if let Some(oldest) = oldest {
+            self.detach(oldest);
+            self.displaced = Some(oldest);
+        }
         Ok(self.ticket(index))
     }
 
@@ -175,6 +195,10 @@ impl Lanes {
 
     /// Returns the next action. Must be called again until it returns [`QueueStep::Sleep`].
     pub fn poll(&mut self, now: Time) -> QueueStep {
+        if let Some(ticket) = self.displaced.take() {
+            self.free_slots.push(ticket.index);
+            return QueueStep::Displaced(ticket);
+        }
         let Some((deadline, index)) = self.deadlines.first() else { return QueueStep::Sleep(Time::NEVER) };
         let QueuedCall { lane, cost, .. } = self.calls[index as usize];
         if deadline <= now || self.refused_past(deadline, lane, cost, now).is_some() {
@@ -359,6 +383,15 @@ impl Lanes {
         if room { Ok(()) } else { Err(QueueFullError { lane }) }
     }
 
+    /// The call that a new one may displace from a full lane.
+    #[cold]
+    fn displaceable_call(&self, lane: Lane) -> Option<Ticket> {
+        // An answer that is under way would be wasted.
+        let asking = self.asking.map(|ticket| ticket.index);
+        let oldest = self.queue(lane).order.first_except(asking).map(|(_, index)| self.ticket(index));
+        oldest.filter(|_| lane != Lane::Background && self.displaced.is_none())
+    }
+
     /// Inserts a call at its position in a lane. An empty lane begins to wait now, without credit. Its window starts at
     /// its last grant if that is less than a window ago, so that a lane that is often empty gets its last slot in time.
     fn insert(&mut self, lane: Lane, index: u32, now: Time) {
@@ -374,11 +407,17 @@ impl Lanes {
     }
 
     fn remove(&mut self, ticket: Ticket) -> Option<QueuedCall> {
+        let call = self.detach(ticket)?;
+        self.free_slots.push(ticket.index);
+        Some(call)
+    }
+
+    /// Removes a call, but doesn't free its slot.
+    fn detach(&mut self, ticket: Ticket) -> Option<QueuedCall> {
         let call = *self.call(ticket)?;
         self.calls[ticket.index()].generation = ticket.generation.wrapping_add(1);
         self.queue_mut(call.lane).order.remove(ticket.index);
         self.deadlines.remove(ticket.index);
-        self.free_slots.push(ticket.index);
         if self.asking == Some(ticket) {
             self.asking = None;
         }

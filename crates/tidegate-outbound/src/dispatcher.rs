@@ -526,16 +526,16 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         now: Time,
     ) -> Time {
         loop {
-            let (ticket, expired) = match dispatcher.context.state.lanes.poll(now) {
+            let step = dispatcher.context.state.lanes.poll(now);
+            let ticket = match step {
                 QueueStep::Sleep(at) => return at,
-                QueueStep::AskStore(ticket) => (ticket, false),
-                QueueStep::Expired(ticket) => (ticket, true),
+                QueueStep::AskStore(ticket) | QueueStep::Expired(ticket) | QueueStep::Displaced(ticket) => ticket,
             };
             if let Some(own) = inline_call.as_mut().filter(|own| own.call.ticket() == Some(ticket)) {
-                own.result = self.advance(own.call, ticket, expired, &mut dispatcher.context, now);
+                own.result = self.advance(own.call, ticket, step, &mut dispatcher.context, now);
             } else if let Some(index) = dispatcher.waiting_index(ticket) {
                 let call = &mut dispatcher.waiting_calls[index].call;
-                if let Some(result) = self.advance(call, ticket, expired, &mut dispatcher.context, now) {
+                if let Some(result) = self.advance(call, ticket, step, &mut dispatcher.context, now) {
                     dispatcher.set_result(index, result);
                 }
             } else {
@@ -550,14 +550,15 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         self: &Arc<Self>,
         call: &mut Call,
         ticket: Ticket,
-        expired: bool,
+        step: QueueStep,
         context: &mut StepContext,
         now: Time,
     ) -> Option<DispatchResult> {
         let StepContext { state, rng, .. } = context;
-        let progress = match expired {
-            true => CallProgress::Fail(call.handle_expiry(state, now)),
-            false => call.handle_turn(&self.rules, state, now, rng),
+        let progress = match step {
+            QueueStep::Expired(_) => CallProgress::Fail(call.handle_expiry(state, now)),
+            QueueStep::Displaced(_) => CallProgress::Fail(call.handle_displacement(state)),
+            _ => call.handle_turn(&self.rules, state, now, rng),
         };
         self.resolve_step(progress, call, ticket, context, now)
     }

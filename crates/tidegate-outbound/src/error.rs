@@ -85,7 +85,7 @@ pub enum CallErrorKind {
         /// The end of the pause.
         until: Time,
     },
-    /// The queue of the call's lane is full.
+    /// The queue of the call's lane is full, and has no place for the call or has given it to a later one.
     #[error("the queue of the {} lane is full", lane.name())]
     QueueFull {
         /// The lane.

@@ -95,7 +95,7 @@ pub enum CallFailure {
         /// The time at which the call could have been sent.
         earliest: Time,
     },
-    /// The queue of the call's lane is full.
+    /// The queue of the call's lane is full, and has no place for the call or has given it to a later one.
     QueueFull(QueueFullError),
     /// The deadline passed while the call was waiting for its turn, or the time left was too short for a reply.
     DeadlineExceeded,

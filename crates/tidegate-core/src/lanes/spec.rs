@@ -38,7 +38,8 @@ impl Lane {
 /// The limits of one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneSpec {
-    /// The maximum number of waiting calls. Further calls are refused. Default 1,024, at most [`MAX_WAITING`].
+    /// The maximum number of waiting calls. A further one is refused in the background lane, and takes the place of the
+    /// call that has waited longest in the others. Default 1,024, at most [`MAX_WAITING`].
     pub max_waiting: u32,
     /// The maximum number of calls in flight. Default `u32::MAX`, which means no limit.
     pub max_in_flight: u32,
@@ -73,7 +74,7 @@ impl Default for LanesSpec {
     }
 }
 
-/// The error for a lane that already has the maximum number of waiting calls.
+/// The error of a call that isn't, or is no longer, one of the maximum number of calls that may wait in a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the queue of the {} lane is full", lane.name())]
 pub struct QueueFullError {

@@ -47,7 +47,7 @@ impl Provider {
         loop {
             match self.lanes.poll(self.now) {
                 QueueStep::AskStore(ticket) => self.ask(ticket),
-                QueueStep::Expired(ticket) => {
+                QueueStep::Expired(ticket) | QueueStep::Displaced(ticket) => {
                     self.costs.remove(&ticket).expect("a call that waits");
                 }
                 QueueStep::Sleep(wake_at) if wake_at < until => self.now = wake_at,

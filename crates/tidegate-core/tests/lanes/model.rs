@@ -28,6 +28,7 @@ struct Naive {
     due_at: [Time; 3],
     paused: [Time; 3],
     asking: Option<Ticket>,
+    displaced: Option<Ticket>,
     poked: bool,
 }
 
@@ -42,6 +43,7 @@ impl Naive {
             due_at: [Time::ZERO; 3],
             paused: [Time::ZERO; 3],
             asking: None,
+            displaced: None,
             poked: false,
         }
     }
@@ -56,6 +58,12 @@ impl Naive {
 
     fn full(&self, lane: Lane) -> bool {
         self.waiting(lane) >= self.spec.lanes[lane as usize].max_waiting as usize
+    }
+
+    /// The call that a new one displaces.
+    fn oldest(&self, lane: Lane) -> Option<Ticket> {
+        let others = self.calls.iter().filter(|call| call.lane == lane && self.asking != Some(call.ticket));
+        others.filter(|_| lane != Lane::Background).min_by_key(|call| call.arrival).map(|call| call.ticket)
     }
 
     fn join(&mut self, lane: Lane, now: Time) {
@@ -264,9 +272,10 @@ impl Pair {
         let deadline =
             if random.chance(40) { self.now + Span::from_micros(random.below(900_000)) } else { Time::NEVER };
         let full = self.naive.full(lane);
+        let displaced = self.naive.oldest(lane).filter(|_| full);
         match self.lanes.enqueue(lane, cost, deadline, self.now) {
-            Ok(_) if full => return Err(format!("{lane:?} took one too many")),
-            Err(_) if !full => return Err(format!("{lane:?} has room")),
+            Ok(_) if full && displaced.is_none() => return Err(format!("{lane:?} took one too many")),
+            Err(_) if !full || displaced.is_some() => return Err(format!("{lane:?} has room")),
             Err(_) => {}
             Ok(ticket) => {
                 let slot_taken = self.naive.calls.iter().any(|call| call.ticket.index() == ticket.index());
@@ -274,6 +283,7 @@ impl Pair {
                     return Err(format!("{ticket:?} was given twice"));
                 }
                 self.naive.join(lane, self.now);
+                self.naive.displaced = displaced;
                 let (arrival, cost) = (self.arrivals, cost.min(MAX_COST));
                 self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline });
                 self.arrivals += 1;
@@ -329,6 +339,11 @@ impl Pair {
     fn settle(&mut self, random: &mut RandomSource) -> Result<(), String> {
         let sleep_until = loop {
             match self.lanes.poll(self.now) {
+                QueueStep::Displaced(ticket) => {
+                    same("displaced", Some(ticket), self.naive.displaced.take())?;
+                    self.naive.leave(ticket).ok_or("displaced a call that doesn't wait")?;
+                    same("cancelled once displaced", self.lanes.cancel(ticket), false)?;
+                }
                 QueueStep::Expired(ticket) => {
                     same("expired", Some(ticket), self.naive.to_expire(self.now))?;
                     self.naive.leave(ticket).ok_or("expired a call that doesn't wait")?;
@@ -341,6 +356,7 @@ impl Pair {
                 QueueStep::Sleep(until) => break until,
             }
         };
+        same("still to be displaced", self.naive.displaced, None)?;
         let acts = |moment: Time| self.naive.to_expire(moment).is_some() || self.naive.to_ask(moment).is_some();
         if acts(self.now) {
             return Err(format!("sleeps until {sleep_until:?}, but there is something to do: {:?}", self.naive));
@@ -383,12 +399,13 @@ impl Pair {
         }
         let mut indexes = HashSet::new();
         for lane in Lane::ALL {
-            while let Ok(ticket) = self.lanes.enqueue(lane, 1, Time::NEVER, self.now) {
+            for _ in 0..self.naive.spec.lanes[lane as usize].max_waiting {
+                let ticket = self.lanes.enqueue(lane, 1, Time::NEVER, self.now).map_err(|full| full.to_string())?;
                 indexes.insert(ticket.index());
             }
         }
         same("slots", indexes.len(), room as usize)?;
-        same("all below their number", indexes.iter().all(|&index| index < room as usize), true)
+        same("none above their number", indexes.iter().all(|&index| index <= room as usize), true)
     }
 }
 

@@ -270,18 +270,23 @@ impl World {
     /// Lets the lanes select calls until they sleep, and returns the time until which they do.
     pub(crate) fn pump(&mut self) -> Time {
         loop {
-            let (ticket, expired) = match self.state.lanes.poll(self.now) {
-                QueueStep::AskStore(ticket) => (ticket, false),
-                QueueStep::Expired(ticket) => (ticket, true),
+            let step = self.state.lanes.poll(self.now);
+            let ticket = match step {
+                QueueStep::AskStore(ticket) | QueueStep::Expired(ticket) | QueueStep::Displaced(ticket) => ticket,
                 QueueStep::Sleep(until) => return until,
             };
             let id = self.places[&ticket.index()];
             let mut known = self.take(id);
-            let progress = if expired {
-                self.cancel_waiting(&mut known);
-                CallProgress::Fail(known.call.handle_expiry(&mut self.state, self.now))
-            } else {
-                known.call.handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng)
+            let progress = match step {
+                QueueStep::Expired(_) => {
+                    self.cancel_waiting(&mut known);
+                    CallProgress::Fail(known.call.handle_expiry(&mut self.state, self.now))
+                }
+                QueueStep::Displaced(_) => {
+                    self.cancel_waiting(&mut known);
+                    CallProgress::Fail(known.call.handle_displacement(&mut self.state))
+                }
+                _ => known.call.handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng),
             };
             self.advance(id, known, progress);
         }
@@ -551,8 +556,9 @@ impl World {
         same("states in the store", self.store.store().len() <= 6, true)?;
         for lane in Lane::ALL {
             let room = self.rules.lanes.lanes[lane as usize].max_waiting;
-            let entered = (0..=room).filter(|_| self.state.lanes.enqueue(lane, 1, Time::NEVER, self.now).is_ok());
+            let entered = (0..room).filter(|_| self.state.lanes.enqueue(lane, 1, Time::NEVER, self.now).is_ok());
             same("room in the queue", entered.count(), room as usize)?;
+            same("waiting", self.state.lanes.waiting(lane), room as usize)?;
         }
         Ok(())
     }

@@ -281,19 +281,31 @@ async fn deadlines_in_queue_or_flight_give_504() {
 #[tokio::test]
 async fn a_full_queue_is_reported_by_lane() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
-    let settings = "limit = \"1 per 1h\"\ntimeout = \"2h\"\nuser = { max_waiting = 1 }\n";
+    let settings = "limit = \"1 per 1h\"\ntimeout = \"2h\"\nuser = { max_waiting = 1 }\nbackground = { max_waiting = 1 }\n";
     let gateway = standing(&api.policy(settings));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
-    let mut waiting = Peer::connect(gateway.address).await;
-    waiting.send(get("/api/x")).await;
+    let full = |lane: &str| {
+        format!(
+            "{{\"error\":\"QueueFullError\",\"message\":\"api: the queue of the {lane} lane is full\",\
+             \"provider\":\"api\",\"attempts\":0}}"
+        )
+    };
+    // A new call takes the place of the oldest one of a lane for which somebody waits.
+    let [mut oldest, mut newer] = [Peer::connect(gateway.address).await, Peer::connect(gateway.address).await];
+    oldest.send(get("/api/x")).await;
     tokio::time::sleep(Duration::from_millis(200)).await;
-    let body = "{\"error\":\"QueueFullError\",\"message\":\"api: the queue of the user lane is full\",\
-        \"provider\":\"api\",\"attempts\":0}";
-    let answer = undated(&gateway.ask(get("/api/x")).await);
-    assert_eq!(answer, error("503 Service Unavailable", None, 0, body));
-    // Another lane has a queue of its own.
-    let webhook = request("GET", "/api/x", "tidegate-priority: webhook\r\n", "");
-    assert!(tokio::time::timeout(Duration::from_millis(200), gateway.ask(webhook)).await.is_err());
+    newer.send(get("/api/x")).await;
+    let displaced = oldest.message().await;
+    assert_eq!((status(&displaced), body(&displaced)), (503, &*full("user")));
+    let background = || request("GET", "/api/x", "tidegate-priority: background\r\n", "");
+    let mut first = Peer::connect(gateway.address).await;
+    first.send(background()).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let refused = error("503 Service Unavailable", None, 0, &full("background"));
+    assert_eq!(undated(&gateway.ask(background()).await), refused);
+    for peer in [&mut newer, &mut first] {
+        assert!(tokio::time::timeout(Duration::from_millis(100), peer.message()).await.is_err(), "it waits");
+    }
 }
 
 #[tokio::test]

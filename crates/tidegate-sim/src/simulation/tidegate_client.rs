@@ -182,13 +182,13 @@ impl<'s> TidegateClient<'s> {
     /// Advances the calls that the lanes name, until the lanes have none left for now.
     fn poll_lanes(&mut self, now: Time) {
         loop {
-            let (ticket, expired) = match self.state.lanes.poll(now) {
+            let step = self.state.lanes.poll(now);
+            let ticket = match step {
                 QueueStep::Sleep(at) => {
                     self.wake_at = at;
                     return;
                 }
-                QueueStep::AskStore(ticket) => (ticket, false),
-                QueueStep::Expired(ticket) => (ticket, true),
+                QueueStep::AskStore(ticket) | QueueStep::Expired(ticket) | QueueStep::Displaced(ticket) => ticket,
             };
             let slot = self.slot_by_ticket.get(ticket.index()).copied();
             let Some(slot) = slot.filter(|slot| self.has_ticket(*slot, ticket)) else {
@@ -196,9 +196,10 @@ impl<'s> TidegateClient<'s> {
                 continue;
             };
             let call = &mut self.calls[slot].call;
-            let progress = match expired {
-                true => CallProgress::Fail(call.handle_expiry(&mut self.state, now)),
-                false => call.handle_turn(&self.rules, &mut self.state, now, &mut self.rng),
+            let progress = match step {
+                QueueStep::Expired(_) => CallProgress::Fail(call.handle_expiry(&mut self.state, now)),
+                QueueStep::Displaced(_) => CallProgress::Fail(call.handle_displacement(&mut self.state)),
+                _ => call.handle_turn(&self.rules, &mut self.state, now, &mut self.rng),
             };
             self.advance(progress, slot, now);
         }
