@@ -3,8 +3,9 @@
 //! Calls wait in three lanes, in the order of arrival within each. One call at a time is selected to ask the store,
 //! which either grants it or names a time before which another attempt can't succeed.
 //!
-//! In a full lane of calls that somebody waits for, a new call takes the place of the one that has waited longest (*head
-//! drop on full*, RFC 7567 §2): as many calls are served, each after a shorter wait. The background lane refuses it.
+//! In a full lane of calls that somebody waits for, a new call takes the place of the one that has waited longest, as a
+//! router may drop from the front of a full queue (RFC 7567 §2): as many calls are served, each after a shorter wait. The
+//! background lane refuses the new call.
 //!
 //! More urgent lanes go first, with two exceptions that prevent starvation. First, a waiting lane earns a share of the
 //! granted cost, its *floor*, as credit. It goes first once the credit pays for its next call (deficit round robin of

@@ -41,10 +41,7 @@ fn a_call_that_asks_keeps_its_place() {
     let mut lanes = Lanes::new(waiting(1));
     enqueue(&mut lanes, Lane::User, test_time(0));
     ask(&mut lanes, test_time(0));
-    assert_eq!(
-        lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)),
-        Err(QueueFullError { lane: Lane::User })
-    );
+    assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane: Lane::User }));
 }
 
 /// Its credit and its time since the last grant would otherwise begin anew with each call, and never reach a turn.

@@ -19,14 +19,15 @@ use crate::settings::key::{read_keys, setting_keys};
 
 /// Declares the keys of a lane; the lanes differ in their descriptions.
 macro_rules! lane_keys {
-    ($group:ident: $keys:ident, $calls:literal, $timeout:literal, $retries:literal $(, $($hours:tt)+)?) => {
+    ($group:ident: $keys:ident, $calls:literal, $timeout:literal, $full:literal, $retries:literal $(, $($hours:tt)+)?) => {
         setting_keys! {
             $group: $keys {
                 limit: Quantities = "", LIMITS, concat!("the limits of ", $calls, " calls");
                 in_flight: Option<u32> = "", Maybe(Whole(1, 1_000_000)), "their maximum number in flight";
                 timeout: Option<Duration> = "", Maybe(DURATION),
                     concat!("the time for one call; ", $timeout, " if not set anywhere");
-                max_waiting: u32 = "1024", Whole(1, MAX_WAITING as u64), "the maximum number of waiting calls";
+                max_waiting: u32 = "1024", Whole(1, MAX_WAITING as u64),
+                    concat!("the maximum number of waiting calls; ", $full);
                 retries: Option<u32> = "", Maybe(Whole(0, MAX_ATTEMPTS - 1)),
                     concat!("the number of retries of one call; ", $retries, " if not set anywhere");
                 $($($hours)+)?
@@ -39,12 +40,13 @@ lane_keys!(
     BACKGROUND: BackgroundKeys,
     "background",
     "60s",
+    "further ones are refused",
     "5",
     hours: Option<HoursOfDay> = "", Maybe(Custom(Text, "hours of the day", |reader, node, _| reader.hours(node))),
         "the hours in which they run, as 22:00-06:00 in Europe/Berlin";
 );
-lane_keys!(USER: UserKeys, "user", "10s", "2");
-lane_keys!(WEBHOOK: WebhookKeys, "webhook", "10s", "2");
+lane_keys!(USER: UserKeys, "user", "10s", "a further one takes the place of the oldest", "2");
+lane_keys!(WEBHOOK: WebhookKeys, "webhook", "10s", "a further one takes the place of the oldest", "2");
 
 /// A lane as written in the policy.
 pub(super) struct ParsedLane {

@@ -281,7 +281,8 @@ async fn deadlines_in_queue_or_flight_give_504() {
 #[tokio::test]
 async fn a_full_queue_is_reported_by_lane() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
-    let settings = "limit = \"1 per 1h\"\ntimeout = \"2h\"\nuser = { max_waiting = 1 }\nbackground = { max_waiting = 1 }\n";
+    let settings =
+        "limit = \"1 per 1h\"\ntimeout = \"2h\"\nuser = { max_waiting = 1 }\nbackground = { max_waiting = 1 }\n";
     let gateway = standing(&api.policy(settings));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
     let full = |lane: &str| {
