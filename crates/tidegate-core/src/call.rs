@@ -127,6 +127,8 @@ pub struct Call {
     rejected: RejectedCredentials,
     /// True if it holds a retry of the budget that wasn't sent yet.
     holds_budget_retry: bool,
+    /// True if it may take the place of another call in a full lane.
+    may_displace: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
     is_hedge: bool,
 }
@@ -153,8 +155,17 @@ impl Call {
             is_tunnel: false,
             rejected: RejectedCredentials::default(),
             holds_budget_retry: false,
+            may_displace: true,
             is_hedge: false,
         }
+    }
+
+    /// Lets it displace no other call from a full lane. For a call that continues for one that has left the queue:
+    /// otherwise, a new call could displace many, one after the other.
+    #[must_use]
+    pub fn without_displacing(mut self) -> Self {
+        self.may_displace = false;
+        self
     }
 
     /// The deadline for its reply.
@@ -220,6 +231,9 @@ impl Call {
         }
         if let Some(refusal) = state.lanes.refused_behind(self.deadline, self.lane, self.cost, now) {
             return Err(refusal.failure());
+        }
+        if self.may_displace {
+            state.lanes.make_room(self.lane);
         }
         state.lanes.enqueue(self.lane, self.cost, self.deadline, now).map_err(CallFailure::QueueFull)
     }

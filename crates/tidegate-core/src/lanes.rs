@@ -3,10 +3,6 @@
 //! Calls wait in three lanes, in the order of arrival within each. One call at a time is selected to ask the store,
 //! which either grants it or names a time before which another attempt can't succeed.
 //!
-//! In a full lane of calls that somebody waits for, a new call takes the place of the one that has waited longest, as a
-//! router may drop from the front of a full queue (RFC 7567 §2): as many calls are served, each after a shorter wait. The
-//! background lane refuses the new call.
-//!
 //! More urgent lanes go first, with two exceptions that prevent starvation. First, a waiting lane earns a share of the
 //! granted cost, its *floor*, as credit. It goes first once the credit pays for its next call (deficit round robin of
 //! M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995, with a share in
@@ -47,7 +43,8 @@ pub enum QueueStep {
     /// Fail this call: its deadline has passed, or a refusal shows that it can't be sent before ([`Lanes::refused_past`]).
     /// It has left the queue.
     Expired(Ticket),
-    /// Fail this call with [`QueueFullError`]: a later one has taken its place in its full lane. It has left the queue.
+    /// Fail this call with [`QueueFullError`]: it has lost its place to a later one ([`Lanes::make_room`]). It has left the
+    /// queue.
     Displaced(Ticket),
     /// Ask the store for this call and report the answer: [`Lanes::grant`] or [`Lanes::refuse`]. If it gave none
     /// or refused permanently, call [`Lanes::cancel`]. No other call is selected before.
@@ -62,6 +59,8 @@ struct QueuedCall {
     cost: u64,
     generation: u32,
     lane: Lane,
+    /// True if others wait for it, too, so that it isn't displaced.
+    was_raised: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -136,23 +135,29 @@ impl Lanes {
         self.queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.in_flight))
     }
 
+    /// Displaces a call of a full lane that [`displaces`](LaneSpec::displaces), so that a new one finds room: the second
+    /// one, which has waited longest of those whose turn it isn't. The next [`Lanes::poll`] names it.
+    ///
+    /// Changes nothing if the second call is asking the store or was raised, or if the last displaced call is still to
+    /// be named. A router may drop from the front of a full queue, too (RFC 7567 §2): as many calls are sent, each after
+    /// a shorter wait.
+    #[inline]
+    pub fn make_room(&mut self, lane: Lane) {
+        if self.check_room(lane).is_err() && self.queue(lane).spec.displaces && self.displaced.is_none() {
+            self.displace(lane);
+        }
+    }
+
     /// Adds a call to a lane until it is granted, cancelled, displaced or expired at its deadline. `cost` is cut to 2^40.
     ///
-    /// If the lane already has the maximum number of waiting calls, the one that has waited longest and isn't asking the
-    /// store is displaced: the next [`Lanes::poll`] names it.
-    ///
     /// # Errors
-    /// [`QueueFullError`] if the lane is full, and is the background lane or has no call that can be displaced, or if the
-    /// last displaced call is still to be named.
+    /// [`QueueFullError`] if the lane already has the maximum number of waiting calls.
     #[inline]
     pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFullError> {
-        let oldest = match self.check_room(lane) {
-            Ok(()) => None,
-            Err(full) => Some(self.displaceable_call(lane).ok_or(full)?),
-        };
+        self.check_room(lane)?;
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane };
+        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, was_raised: false };
         let index = match self.free_slots.pop() {
             Some(index) => {
                 let entry = &mut self.calls[index as usize];
@@ -166,11 +171,6 @@ impl Lanes {
         };
         self.deadlines.set(index, deadline);
         self.insert(lane, index, now);
-        // Only now, because a lane that were empty in between would lose its credit.
-        if let Some(oldest) = oldest {
-            self.detach(oldest);
-            self.displaced = Some(oldest);
-        }
         Ok(self.ticket(index))
     }
 
@@ -180,9 +180,11 @@ impl Lanes {
     /// [`QueueFullError`] if the other lane has the maximum number of waiting calls. The call keeps its position.
     pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFullError> {
         let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
+        self.make_room(lane);
         self.check_room(lane)?;
         self.queue_mut(from).order.remove(ticket.index);
-        self.calls[ticket.index()].lane = lane;
+        let call = &mut self.calls[ticket.index()];
+        (call.lane, call.was_raised) = (lane, true);
         self.insert(lane, ticket.index, now);
         // An answer that is still to come belongs to the old lane.
         self.refusals_outdated |= self.asking == Some(ticket);
@@ -278,7 +280,7 @@ impl Lanes {
     }
 
     /// Like [`Lanes::refused_past`], for a new call behind the waiting calls of its lane. Those that can be sent before
-    /// their deadlines are assumed to stay. The refusal's times are those of the new call.
+    /// their deadlines are assumed to stay, also one that would make room. The refusal's times are those of the new call.
     ///
     /// It takes constant time, or O(n log n) if the new call is refused or calls before it can't be sent in time.
     pub fn refused_behind(&self, deadline: Time, lane: Lane, cost: u64, now: Time) -> Option<Refusal> {
@@ -384,13 +386,16 @@ impl Lanes {
         if room { Ok(()) } else { Err(QueueFullError { lane }) }
     }
 
-    /// The call that a new one may displace from a full lane.
     #[cold]
-    fn displaceable_call(&self, lane: Lane) -> Option<Ticket> {
-        // An answer that is under way would be wasted.
-        let asking = self.asking.map(|ticket| ticket.index);
-        let oldest = self.queue(lane).order.first_except(asking).map(|(_, index)| self.ticket(index));
-        oldest.filter(|_| lane != Lane::Background && self.displaced.is_none())
+    fn displace(&mut self, lane: Lane) {
+        let second = self.queue(lane).order.second().map(|(_, index)| self.ticket(index));
+        self.displaced = second.filter(|&ticket| {
+            // An answer that is under way would be wasted.
+            self.asking != Some(ticket) && self.call(ticket).is_some_and(|call| !call.was_raised)
+        });
+        if let Some(ticket) = self.displaced {
+            self.detach(ticket);
+        }
     }
 
     /// Inserts a call at its position in a lane. An empty lane begins to wait now, without credit. Its window starts at

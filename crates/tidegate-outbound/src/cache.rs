@@ -47,7 +47,8 @@
 //! Calls that wait for an identical call under way get its reply, even if that reply is never fresh. A call of their
 //! own at that time would have had no newer one. `no-cache` and `no-store` forbid that, and each such call is sent by
 //! itself. Waiting calls keep their own deadlines, and a more urgent one raises the priority of the call that it waits
-//! for. When the leading caller is cancelled or runs out of its own time, one of the others takes the lead.
+//! for. When the leading caller is cancelled, runs out of its own time or loses its place in a full lane, one of the others
+//! takes the lead.
 
 mod body;
 mod cacheable_request;

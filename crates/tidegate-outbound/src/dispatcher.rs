@@ -58,7 +58,7 @@ pub(super) struct ProviderInner<S, C> {
 
 struct Dispatcher {
     context: StepContext,
-    /// The calls that wait or have an unread result. Bounded by the queue limits and the calls in flight.
+    /// The calls that wait or have a result that their futures haven't read yet. Bounded by the callers' futures.
     waiting_calls: Slab<WaitingCall>,
     /// The index of each queued call in `waiting_calls`, by its ticket's index.
     waiting_by_ticket: Vec<Option<usize>>,

@@ -38,16 +38,18 @@ impl Lane {
 /// The limits of one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneSpec {
-    /// The maximum number of waiting calls. A further one is refused in the background lane, and takes the place of the
-    /// call that has waited longest in the others. Default 1,024, at most [`MAX_WAITING`].
+    /// The maximum number of waiting calls. Further calls are refused. Default 1,024, at most [`MAX_WAITING`].
     pub max_waiting: u32,
+    /// True if a call in the full lane gives its place to a new one ([`Lanes::make_room`](super::Lanes::make_room)).
+    /// Default false.
+    pub displaces: bool,
     /// The maximum number of calls in flight. Default `u32::MAX`, which means no limit.
     pub max_in_flight: u32,
 }
 
 impl Default for LaneSpec {
     fn default() -> Self {
-        Self { max_waiting: 1024, max_in_flight: u32::MAX }
+        Self { max_waiting: 1024, displaces: false, max_in_flight: u32::MAX }
     }
 }
 
@@ -74,7 +76,7 @@ impl Default for LanesSpec {
     }
 }
 
-/// The error of a call that isn't, or is no longer, one of the maximum number of calls that may wait in a lane.
+/// The error of a call that finds no place in a full lane, or loses it to a later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the queue of the {} lane is full", lane.name())]
 pub struct QueueFullError {

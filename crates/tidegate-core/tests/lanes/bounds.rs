@@ -3,72 +3,59 @@
 use super::*;
 
 #[test]
-fn only_the_full_background_refuses_calls() {
-    let mut lanes = Lanes::new(LanesSpec { max_in_flight: 0, ..waiting(2) });
+fn only_the_full_lane_refuses_calls() {
+    let mut lanes = Lanes::new(waiting(2));
     for lane in Lane::ALL {
         let first = enqueue(&mut lanes, lane, test_time(0));
         enqueue(&mut lanes, lane, test_time(0));
-        let third = lanes.enqueue(lane, 1, Time::NEVER, test_time(0));
-        if lane == Lane::Background {
-            assert_eq!(third, Err(QueueFullError { lane }));
-            assert!(lanes.cancel(first));
-            enqueue(&mut lanes, lane, test_time(0));
-        } else {
-            assert!(third.is_ok() && !lanes.cancel(first) && lanes.grant(first, test_time(0)).is_none());
-            let early = lanes.enqueue(lane, 1, Time::NEVER, test_time(0));
-            assert_eq!(early, Err(QueueFullError { lane }), "the driver doesn't know yet of the first");
-            assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(first));
-        }
-        assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER));
+        assert_eq!(lanes.enqueue(lane, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane }));
+        assert!(lanes.cancel(first));
+        enqueue(&mut lanes, lane, test_time(0));
         assert_eq!(lanes.waiting(lane), 2);
     }
     assert_eq!(QueueFullError { lane: Lane::Background }.to_string(), "the queue of the background lane is full");
 }
 
 #[test]
-fn a_call_that_asks_keeps_its_place() {
-    let mut lanes = Lanes::new(waiting(2));
-    let asking = enqueue(&mut lanes, Lane::User, test_time(0));
+fn a_new_call_displaces_the_second() {
+    let mut lanes = Lanes::new(displacing(3));
+    let [asking, second, third] = std::array::from_fn(|_| enqueue(&mut lanes, Lane::User, test_time(0)));
     assert_eq!(ask(&mut lanes, test_time(0)), asking);
-    let [second, third, _] = std::array::from_fn(|_| {
-        let ticket = enqueue(&mut lanes, Lane::User, test_time(0));
-        let _ = lanes.poll(test_time(0));
-        ticket
-    });
-    assert!(!lanes.cancel(second) && !lanes.cancel(third), "each displaced the one before");
-    assert_eq!(lanes.grant(asking, test_time(0)), Some(Lane::User));
-    // A lane with one place, whose call asks, has none for others.
-    let mut lanes = Lanes::new(waiting(1));
-    enqueue(&mut lanes, Lane::User, test_time(0));
-    ask(&mut lanes, test_time(0));
-    assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane: Lane::User }));
+    lanes.make_room(Lane::User);
+    let fourth = enqueue(&mut lanes, Lane::User, test_time(0));
+    assert!(!lanes.cancel(second) && lanes.grant(second, test_time(0)).is_none(), "it has left");
+    lanes.make_room(Lane::User);
+    let fifth = lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0));
+    assert_eq!(fifth, Err(QueueFullError { lane: Lane::User }), "the driver doesn't know yet of the second");
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(second));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER));
+    // A call that has its turn keeps its place, also once it is refused.
+    lanes.refuse(asking, refusal(test_time(500), RefusalScope::Provider), test_time(0));
+    lanes.make_room(Lane::User);
+    let fifth = enqueue(&mut lanes, Lane::User, test_time(0));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(third));
+    assert_eq!(drain(&mut lanes, test_time(500)), [asking, fourth, fifth]);
 }
 
-/// Its credit and its time since the last grant would otherwise begin anew with each call, and never reach a turn.
 #[test]
-fn a_displaced_call_costs_no_credit() {
-    let mut lanes = Lanes::new(waiting(1));
-    let mut turns = 0;
-    for step in 0..100 {
-        let now = test_time(step);
-        enqueue(&mut lanes, Lane::User, now);
-        enqueue(&mut lanes, Lane::Webhook, now);
-        let mut next = lanes.poll(now);
-        if let QueueStep::Displaced(_) = next {
-            next = lanes.poll(now);
-        }
-        let QueueStep::AskStore(asking) = next else { panic!("{next:?}") };
-        let lane = lanes.grant(asking, now);
-        lanes.record_end(lane.unwrap());
-        turns += u32::from(lane == Some(Lane::User));
-    }
-    assert!((8..=12).contains(&turns), "a floor of a tenth, not {turns} of 100");
+fn raised_calls_make_room_and_keep_it() {
+    let mut lanes = Lanes::new(LanesSpec { max_in_flight: 0, ..displacing(2) });
+    let raised = enqueue(&mut lanes, Lane::Background, test_time(0));
+    let [first, second] = std::array::from_fn(|_| enqueue(&mut lanes, Lane::User, test_time(0)));
+    assert_eq!(lanes.raise(raised, Lane::User, test_time(0)), Ok(true));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(second));
+    let other = enqueue(&mut lanes, Lane::Background, test_time(0));
+    assert_eq!(lanes.raise(other, Lane::User, test_time(0)), Ok(true));
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(first));
+    lanes.make_room(Lane::User);
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER), "both were raised");
+    assert_eq!(lanes.waiting(Lane::User), 2);
 }
 
 #[test]
 fn no_lane_exceeds_the_maximum_length() {
     let mut lanes = Lanes::new(waiting(u32::MAX));
-    let room = (0..).take_while(|_| lanes.enqueue(Lane::Background, 1, Time::NEVER, test_time(0)).is_ok()).count();
+    let room = (0..).take_while(|_| lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)).is_ok()).count();
     assert_eq!(room, MAX_WAITING as usize);
 }
 

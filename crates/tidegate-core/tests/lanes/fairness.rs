@@ -47,9 +47,10 @@ impl Provider {
         loop {
             match self.lanes.poll(self.now) {
                 QueueStep::AskStore(ticket) => self.ask(ticket),
-                QueueStep::Expired(ticket) | QueueStep::Displaced(ticket) => {
+                QueueStep::Expired(ticket) => {
                     self.costs.remove(&ticket).expect("a call that waits");
                 }
+                QueueStep::Displaced(_) => unreachable!("these lanes displace no call"),
                 QueueStep::Sleep(wake_at) if wake_at < until => self.now = wake_at,
                 QueueStep::Sleep(_) => break,
             }
@@ -91,7 +92,7 @@ fn rate(count: u64, burst: u64) -> Limit {
 }
 
 const FLOOR_ALONE: LanesSpec = LanesSpec {
-    lanes: [LaneSpec { max_waiting: 50, max_in_flight: u32::MAX }; 3],
+    lanes: [LaneSpec { max_waiting: 50, displaces: false, max_in_flight: u32::MAX }; 3],
     max_in_flight: u32::MAX,
     floor: 100,
     window: Span::MAX,

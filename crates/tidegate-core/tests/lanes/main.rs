@@ -25,6 +25,11 @@ fn waiting(max_waiting: u32) -> LanesSpec {
     LanesSpec { lanes: [LaneSpec { max_waiting, ..LaneSpec::default() }; 3], ..LanesSpec::default() }
 }
 
+fn displacing(max_waiting: u32) -> LanesSpec {
+    let lane = LaneSpec { max_waiting, displaces: true, ..LaneSpec::default() };
+    LanesSpec { lanes: [lane; 3], ..LanesSpec::default() }
+}
+
 fn enqueue(lanes: &mut Lanes, lane: Lane, now: Time) -> Ticket {
     lanes.enqueue(lane, 1, Time::NEVER, now).expect("room in the queue")
 }

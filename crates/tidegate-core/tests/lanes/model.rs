@@ -9,6 +9,7 @@ struct Call {
     lane: Lane,
     cost: u64,
     deadline: Time,
+    was_raised: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -60,10 +61,15 @@ impl Naive {
         self.waiting(lane) >= self.spec.lanes[lane as usize].max_waiting as usize
     }
 
-    /// The call that a new one displaces.
-    fn oldest(&self, lane: Lane) -> Option<Ticket> {
-        let others = self.calls.iter().filter(|call| call.lane == lane && self.asking != Some(call.ticket));
-        others.filter(|_| lane != Lane::Background).min_by_key(|call| call.arrival).map(|call| call.ticket)
+    /// Displaces the second call of a full lane, if it can.
+    fn make_room(&mut self, lane: Lane) {
+        let mut calls: Vec<Call> = self.calls.iter().filter(|call| call.lane == lane).copied().collect();
+        calls.sort_by_key(|call| call.arrival);
+        let second = calls.get(1).filter(|_| self.full(lane) && self.spec.lanes[lane as usize].displaces);
+        if let Some(call) = second.filter(|call| self.asking != Some(call.ticket) && !call.was_raised) {
+            self.displaced = Some(call.ticket);
+            self.leave(call.ticket);
+        }
     }
 
     fn join(&mut self, lane: Lane, now: Time) {
@@ -143,7 +149,8 @@ impl Naive {
 
     /// The longest refusal of a call behind these others, among those that certainly last until its deadline.
     fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: &[Call], now: Time) -> Option<Refusal> {
-        let arriving = Call { ticket: self.told.first()?.call.ticket, arrival: 0, lane, cost, deadline };
+        let ticket = self.told.first()?.call.ticket;
+        let arriving = Call { ticket, arrival: 0, lane, cost, deadline, was_raised: false };
         let mut longest: Option<Refusal> = None;
         for told in self.told.iter().filter(|told| told.refusal.closed_until > Time::ZERO) {
             let alone = Self { told: vec![*told], ..Self::new(self.spec) };
@@ -213,7 +220,8 @@ struct Pair {
 impl Pair {
     fn new(random: &mut RandomSource) -> Self {
         let lane = |random: &mut RandomSource| LaneSpec {
-            max_waiting: random.pick(&[3, 20, 100]),
+            max_waiting: random.pick(&[1, 3, 20, 100]),
+            displaces: random.chance(50),
             max_in_flight: random.pick(&[1, 2, 5, u32::MAX]),
         };
         let spec = LanesSpec {
@@ -271,11 +279,14 @@ impl Pair {
         let cost = random.pick(&[1, 1, 1, 0, 2, 10, 1_000, MAX_COST, u64::MAX]);
         let deadline =
             if random.chance(40) { self.now + Span::from_micros(random.below(900_000)) } else { Time::NEVER };
+        if random.chance(70) {
+            self.lanes.make_room(lane);
+            self.naive.make_room(lane);
+        }
         let full = self.naive.full(lane);
-        let displaced = self.naive.oldest(lane).filter(|_| full);
         match self.lanes.enqueue(lane, cost, deadline, self.now) {
-            Ok(_) if full && displaced.is_none() => return Err(format!("{lane:?} took one too many")),
-            Err(_) if !full || displaced.is_some() => return Err(format!("{lane:?} has room")),
+            Ok(_) if full => return Err(format!("{lane:?} took one too many")),
+            Err(_) if !full => return Err(format!("{lane:?} has room")),
             Err(_) => {}
             Ok(ticket) => {
                 let slot_taken = self.naive.calls.iter().any(|call| call.ticket.index() == ticket.index());
@@ -283,9 +294,8 @@ impl Pair {
                     return Err(format!("{ticket:?} was given twice"));
                 }
                 self.naive.join(lane, self.now);
-                self.naive.displaced = displaced;
                 let (arrival, cost) = (self.arrivals, cost.min(MAX_COST));
-                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline });
+                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline, was_raised: false });
                 self.arrivals += 1;
                 self.tickets.push(ticket);
                 if self.tickets.len() > 200 {
@@ -297,13 +307,17 @@ impl Pair {
     }
 
     fn raise(&mut self, ticket: Ticket, lane: Lane) -> Result<(), String> {
-        let place = self.naive.calls.iter().position(|call| call.ticket == ticket && call.lane < lane);
-        let expected = match place {
+        let find = |naive: &Naive| naive.calls.iter().position(|call| call.ticket == ticket && call.lane < lane);
+        if find(&self.naive).is_some() {
+            self.naive.make_room(lane);
+        }
+        let expected = match find(&self.naive) {
             None => Ok(false),
             Some(_) if self.naive.full(lane) => Err(QueueFullError { lane }),
             Some(place) => {
                 self.naive.join(lane, self.now);
-                self.naive.calls[place].lane = lane;
+                let call = &mut self.naive.calls[place];
+                (call.lane, call.was_raised) = (lane, true);
                 self.naive.poked |= self.naive.asking == Some(ticket);
                 Ok(true)
             }
@@ -341,7 +355,6 @@ impl Pair {
             match self.lanes.poll(self.now) {
                 QueueStep::Displaced(ticket) => {
                     same("displaced", Some(ticket), self.naive.displaced.take())?;
-                    self.naive.leave(ticket).ok_or("displaced a call that doesn't wait")?;
                     same("cancelled once displaced", self.lanes.cancel(ticket), false)?;
                 }
                 QueueStep::Expired(ticket) => {
@@ -399,8 +412,7 @@ impl Pair {
         }
         let mut indexes = HashSet::new();
         for lane in Lane::ALL {
-            for _ in 0..self.naive.spec.lanes[lane as usize].max_waiting {
-                let ticket = self.lanes.enqueue(lane, 1, Time::NEVER, self.now).map_err(|full| full.to_string())?;
+            while let Ok(ticket) = self.lanes.enqueue(lane, 1, Time::NEVER, self.now) {
                 indexes.insert(ticket.index());
             }
         }

@@ -66,6 +66,7 @@ fn sequential_calls_are_granted_in_order() {
 fn cancelling_half_of_many_keeps_the_order() {
     let mut lanes = Lanes::new(waiting(20_000));
     let tickets: Vec<Ticket> = (0..20_000).map(|_| enqueue(&mut lanes, Lane::User, test_time(0))).collect();
+    assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane: Lane::User }));
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
     lanes.refuse(tickets[0], refusal(test_time(500), RefusalScope::Provider), test_time(0));
     let (gone, mut left): (Vec<_>, Vec<_>) = tickets.iter().enumerate().partition(|(place, _)| place % 2 == 0);
@@ -79,6 +80,7 @@ fn cancelling_half_of_many_keeps_the_order() {
     );
     assert_eq!(lanes.waiting(Lane::User), 10_000);
     let late: Vec<Ticket> = (0..10_000).map(|_| enqueue(&mut lanes, Lane::User, test_time(1))).collect();
+    assert!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(1)).is_err());
     assert!(late.iter().all(|ticket| ticket.index() < 20_000), "slots are used again");
     for (_, &stale) in gone {
         assert!(!lanes.cancel(stale) && lanes.grant(stale, test_time(1)).is_none(), "a stale ticket does nothing");

@@ -77,6 +77,8 @@ pub(crate) struct World {
     /// The budget in thousandths of a retry.
     budget: u64,
     pub(crate) finished: Vec<(usize, Result<(), CallFailure>)>,
+    /// The number of calls that lost their places to others.
+    pub(crate) displaced: usize,
 }
 
 impl World {
@@ -115,7 +117,11 @@ impl World {
             lead: Span::from_millis(30),
             jitter: Span::ZERO,
             lanes: LanesSpec {
-                lanes: [LaneSpec { max_waiting, max_in_flight: u32::MAX }; 3],
+                lanes: Lane::ALL.map(|lane| LaneSpec {
+                    max_waiting,
+                    displaces: lane != Lane::Background,
+                    max_in_flight: u32::MAX,
+                }),
                 max_in_flight: 60,
                 ..LanesSpec::default()
             },
@@ -146,6 +152,7 @@ impl World {
             sent: Vec::new(),
             charged: (0, 0),
             finished: Vec::new(),
+            displaced: 0,
         }
     }
 
@@ -187,8 +194,10 @@ impl World {
         let (lane, cost, beside) = (known.lane, known.cost, Some(first));
         let id = self.arrived;
         self.arrived += 1;
+        let displaced = self.displaced;
         self.start(id, Known { call, lane, cost, stage: Stage::Renewing, retries: true, tried: true, beside });
         self.pump();
+        assert_eq!(self.displaced, displaced, "a hedge takes no place of others");
         if let Some(known) = self.calls.get_mut(&id)
             && known.call.cancel_queued_hedge(&mut self.state)
         {
@@ -283,6 +292,7 @@ impl World {
                     CallProgress::Fail(known.call.handle_expiry(&mut self.state, self.now))
                 }
                 QueueStep::Displaced(_) => {
+                    self.displaced += 1;
                     self.cancel_waiting(&mut known);
                     CallProgress::Fail(known.call.handle_displacement(&mut self.state))
                 }
@@ -408,7 +418,11 @@ impl World {
         let known = self.calls.get_mut(&id).expect("a call");
         if known.beside.is_none() && matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
             known.call.raise(lane, &mut self.state, self.now);
-            known.lane = if full { known.lane } else { known.lane.max(lane) };
+            let raised = known.lane.max(lane);
+            // A full lane may make room for it, or not.
+            assert!(known.call.lane() == raised || full && known.call.lane() == known.lane);
+            known.lane = known.call.lane();
+            self.pump();
         }
     }
 

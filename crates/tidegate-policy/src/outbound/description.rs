@@ -123,7 +123,7 @@ fn describe_url(provider: &ProviderConfig) -> String {
 fn lane_lines(provider: &ProviderConfig) -> Vec<String> {
     let rules = &provider.rules_without_keys;
     let line = |lane: Lane, name: &str| {
-        let LaneSpec { max_waiting, max_in_flight } = rules.lanes.lanes[lane as usize];
+        let LaneSpec { max_waiting, max_in_flight, .. } = rules.lanes.lanes[lane as usize];
         let granted = rules.lane_rules[lane as usize];
         let retries = match granted.retry.max_attempts.saturating_sub(1) {
             1 => "1 retry".to_owned(),

@@ -80,11 +80,13 @@ impl DocumentReader<'_> {
             let error = self.error(entry.key_at, message, "no rules for a lane, or sequential = false");
             return error.help("a `timeout` beside `sequential` is every call's").none();
         }
-        let [background, user, webhook] = Lane::ALL.map(|lane| self.lane(&section.table, lane));
+        // A sequential provider has one queue for all calls, first come, first served.
+        let displaces = |lane: Lane| lane != Lane::Background && !sequential;
+        let [background, user, webhook] = Lane::ALL.map(|lane| self.lane(&section.table, lane, displaces(lane)));
         Some([background?, user?, webhook?])
     }
 
-    fn lane(&mut self, provider: &TomlTable, lane: Lane) -> Option<ParsedLane> {
+    fn lane(&mut self, provider: &TomlTable, lane: Lane, displaces: bool) -> Option<ParsedLane> {
         let table = self.provider_section(provider, lane.name())?;
         // The keys of the lanes have the same forms.
         read_keys!(self, table, BACKGROUND: in_flight, timeout, max_waiting, retries, hours);
@@ -96,7 +98,7 @@ impl DocumentReader<'_> {
         Some(ParsedLane {
             lane,
             limits: limits?,
-            spec: LaneSpec { max_waiting: max_waiting?, max_in_flight },
+            spec: LaneSpec { max_waiting: max_waiting?, displaces, max_in_flight },
             timeout: timeout?.map(Span::from_duration),
             retries: retries?,
             hours: hours?,

@@ -9,8 +9,8 @@ use std::time::Duration;
 use tidegate_core::call::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
 use tidegate_core::pacer::{PacerGrowth, PacerMode};
 use tidegate_core::{
-    AdaptiveLimitSpec, AdaptiveRateSpec, Balance, BreakerSpec, BudgetSpec, Jitter, Lane, LanesSpec, LimitKind,
-    PacerSpec, Retry, Span,
+    AdaptiveLimitSpec, AdaptiveRateSpec, Balance, BreakerSpec, BudgetSpec, Jitter, Lane, LaneSpec, LanesSpec,
+    LimitKind, PacerSpec, Retry, Span,
 };
 use tidegate_policy::outbound::{Auth, ErrorFormat, OutboundConfig, PaceConfig, ProviderConfig};
 use tidegate_policy::{KeySeed, Policy, PolicySources};
@@ -262,8 +262,8 @@ fn every_outbound_key_reaches_the_rules() {
     assert_eq!((rules.lead, rules.can_renew_login, rules.credential_keys.len()), (secs(1), true, 3));
     assert_eq!(rules.jitter, Span::from_micros(1_500), "1.5 % of 100 ms");
     assert_eq!((rules.lanes.max_in_flight, rules.lanes.window), (8, secs(10)));
-    let lanes = rules.lanes.lanes.map(|lane| (lane.max_in_flight, lane.max_waiting));
-    assert_eq!(lanes, [(2, 100), (5, 200), (6, 300)]);
+    let lanes = rules.lanes.lanes.map(|lane| (lane.max_in_flight, lane.max_waiting, lane.displaces));
+    assert_eq!(lanes, [(2, 100, false), (5, 200, true), (6, 300, true)]);
     let granted = rules.lane_rules.map(|lane| (lane.timeout, lane.retry.max_attempts));
     assert_eq!(granted, [(secs(120), 10), (secs(15), 2), (secs(5), 1)]);
     let retry = rules.lane_rules[0].retry;
@@ -338,7 +338,9 @@ fn a_minimal_provider_has_the_defaults() {
     assert_eq!(provider.pace, PaceConfig::Limits);
     assert_eq!((&provider.auth, provider.credentials.len(), provider.cache.is_none()), (&Auth::None, 0, true));
     assert_eq!(rules.lane_rules[Lane::User as usize].retry, Retry::default());
-    assert_eq!(rules.lanes, LanesSpec::default());
+    let displacing = LaneSpec { displaces: true, ..LaneSpec::default() };
+    let lanes = [LaneSpec::default(), displacing, displacing];
+    assert_eq!(rules.lanes, LanesSpec { lanes, ..LanesSpec::default() });
     assert_eq!(rules.budget, BudgetSpec::default());
     assert_eq!((rules.provider_limits.len(), rules.credential_keys.len()), (0, 1));
     assert_eq!(outbound.limit_info(rules.cooldown).name, "x.cooldown");
@@ -561,6 +563,7 @@ fn a_preset_can_be_made_sequential() {
     let rules = rules(outbound.find("x").unwrap());
     assert_eq!(rules.lanes.max_in_flight, 1);
     assert!(rules.lane_limits.iter().all(|lane| lane.is_empty()));
+    assert!(rules.lanes.lanes.iter().all(|lane| !lane.displaces), "first come, first served");
 }
 
 #[test]

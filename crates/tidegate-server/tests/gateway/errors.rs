@@ -282,7 +282,7 @@ async fn deadlines_in_queue_or_flight_give_504() {
 async fn a_full_queue_is_reported_by_lane() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let settings =
-        "limit = \"1 per 1h\"\ntimeout = \"2h\"\nuser = { max_waiting = 1 }\nbackground = { max_waiting = 1 }\n";
+        "limit = \"1 per 1h\"\ntimeout = \"9h\"\nuser = { max_waiting = 2 }\nbackground = { max_waiting = 1 }\n";
     let gateway = standing(&api.policy(settings));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
     let full = |lane: &str| {
@@ -291,12 +291,15 @@ async fn a_full_queue_is_reported_by_lane() {
              \"provider\":\"api\",\"attempts\":0}}"
         )
     };
-    // A new call takes the place of the oldest one of a lane for which somebody waits.
-    let [mut oldest, mut newer] = [Peer::connect(gateway.address).await, Peer::connect(gateway.address).await];
-    oldest.send(get("/api/x")).await;
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    newer.send(get("/api/x")).await;
-    let displaced = oldest.message().await;
+    // In a lane for which somebody waits, a new call takes the place of the oldest one whose turn it isn't.
+    let mut users = Vec::new();
+    for _ in 0..3 {
+        let mut user = Peer::connect(gateway.address).await;
+        user.send(get("/api/x")).await;
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        users.push(user);
+    }
+    let displaced = users.remove(1).message().await;
     assert_eq!((status(&displaced), body(&displaced)), (503, &*full("user")));
     let background = || request("GET", "/api/x", "tidegate-priority: background\r\n", "");
     let mut first = Peer::connect(gateway.address).await;
@@ -304,8 +307,30 @@ async fn a_full_queue_is_reported_by_lane() {
     tokio::time::sleep(Duration::from_millis(200)).await;
     let refused = error("503 Service Unavailable", None, 0, &full("background"));
     assert_eq!(undated(&gateway.ask(background()).await), refused);
-    for peer in [&mut newer, &mut first] {
+    for peer in users.iter_mut().chain([&mut first]) {
         assert!(tokio::time::timeout(Duration::from_millis(100), peer.message()).await.is_err(), "it waits");
+    }
+}
+
+/// Those that wait for it take its lead one after the other. If each displaced a further call, one new call would make many
+/// fail.
+#[tokio::test]
+async fn followers_of_a_displaced_call_displace_none() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let settings = "limit = \"1 per 1h\"\ntimeout = \"9h\"\nuser = { max_waiting = 3 }\ncache = \"on\"\n";
+    let gateway = running(&api.policy(settings));
+    assert_eq!(status(&gateway.ask(get("/api/first")).await), 200);
+    let mut waiting = Vec::new();
+    for path in ["/api/a", "/api/b", "/api/b", "/api/c", "/api/c", "/api/d"] {
+        let mut peer = Peer::connect(gateway.address).await;
+        peer.send(get(path)).await;
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        waiting.push((path, peer));
+    }
+    for (path, mut peer) in waiting {
+        let answer = tokio::time::timeout(Duration::from_millis(100), peer.message()).await;
+        let answer = answer.ok().map(|answer| status(&answer));
+        assert_eq!(answer, (path == "/api/b").then_some(503), "{path}");
     }
 }
 
