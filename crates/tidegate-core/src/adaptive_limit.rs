@@ -243,21 +243,17 @@ impl AdaptiveLimit {
         };
         // If the clock stepped back, replies would otherwise be ignored for as long as the step.
         self.evaluated_at = self.evaluated_at.min(now);
-        if self.needs_drain(now) {
+        if self.start.is_none() && self.needs_drain(now) {
             (self.is_draining, self.evaluated_at, self.window) = (true, now, SampleWindow::default());
         }
-        let age = now.since(self.evaluated_at);
-        let skip_time = self
-            .unloaded_round_trip
-            .map_or(Span::ZERO, |unloaded| unloaded.times(SKIPPED_ROUND_TRIPS).min(MAX_SKIPPED_TIME));
         let is_full = u64::from(in_flight) * 4 > u64::from(self.cap) * 3;
         if is_full {
             let is_quick = self.unloaded_round_trip.is_some_and(|unloaded| round_trip.times(2) < unloaded);
             self.note_refusal(failed && is_quick, in_flight, now);
         }
         // A limit that has only risen leaves no queue behind, so that calls sent under it tell of it at once.
-        let is_old = if self.start.is_some() && !failed { age < round_trip } else { age < skip_time };
-        if is_old {
+        let skip_time = if self.start.is_some() && !failed { round_trip } else { self.skip_time() };
+        if now.since(self.evaluated_at) < skip_time {
             return;
         }
         let window = &mut self.window;
@@ -312,6 +308,13 @@ impl AdaptiveLimit {
         self.window = SampleWindow::default();
     }
 
+    /// The time after an evaluation for which replies are ignored.
+    fn skip_time(&self) -> Span {
+        let round_trips = self.unloaded_round_trip.unwrap_or(Span::ZERO).times(SKIPPED_ROUND_TRIPS);
+        round_trips.min(MAX_SKIPPED_TIME)
+    }
+
+    #[cold]
     fn evaluate_window(&mut self, now: Time) {
         let window = core::mem::take(&mut self.window);
         let SampleWindow { answered, failed, loaded, full, round_trips, .. } = window;
@@ -383,7 +386,7 @@ impl AdaptiveLimit {
     /// True if the limit has had an effect, and the round trip without load hasn't been measured since the last moment at
     /// which all clients drain.
     fn needs_drain(&self, now: Time) -> bool {
-        if self.is_draining || self.start.is_some() || !self.can_drain() {
+        if self.is_draining || !self.can_drain() {
             return false;
         }
         let mut interval = DRAIN_INTERVAL;

@@ -129,6 +129,8 @@ pub struct Call {
     holds_budget_retry: bool,
     /// True if it may take the place of another call in a full lane.
     may_displace: bool,
+    /// True if another caller waits for it too.
+    is_joined: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
     is_hedge: bool,
 }
@@ -156,6 +158,7 @@ impl Call {
             rejected: RejectedCredentials::default(),
             holds_budget_retry: false,
             may_displace: true,
+            is_joined: false,
             is_hedge: false,
         }
     }
@@ -232,10 +235,27 @@ impl Call {
         if let Some(refusal) = state.lanes.refused_behind(self.deadline, self.lane, self.cost, now) {
             return Err(refusal.failure());
         }
-        if self.may_displace {
-            state.lanes.make_room(self.lane);
+        let ticket = match state.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
+            Ok(ticket) => ticket,
+            Err(full) => self.enqueue_by_displacing(full, state, now).map_err(CallFailure::QueueFull)?,
+        };
+        if self.is_joined {
+            state.lanes.join(ticket);
         }
-        state.lanes.enqueue(self.lane, self.cost, self.deadline, now).map_err(CallFailure::QueueFull)
+        Ok(ticket)
+    }
+
+    #[cold]
+    fn enqueue_by_displacing(
+        &self,
+        full: QueueFullError,
+        state: &mut ProviderState,
+        now: Time,
+    ) -> Result<Ticket, QueueFullError> {
+        if !self.may_displace || !state.lanes.make_room(self.lane, self.deadline) {
+            return Err(full);
+        }
+        state.lanes.enqueue(self.lane, self.cost, self.deadline, now)
     }
 
     /// Called when the lanes have chosen the call. Asks the store with the first credential that seems available.
@@ -434,11 +454,14 @@ impl Call {
         }
     }
 
-    /// A more urgent caller waits for it too: moves it to that lane, unless it was sent already.
+    /// A caller of this lane waits for it too: moves it to that lane if that is more urgent, unless it was sent already,
+    /// and lets no other call take its place.
     pub fn raise(&mut self, lane: Lane, state: &mut ProviderState, now: Time) {
+        self.is_joined = true;
         match self.stage {
             CallStage::Idle => self.lane = self.lane.max(lane),
             CallStage::Queued(ticket) | CallStage::Asking(ticket, _) => {
+                state.lanes.join(ticket);
                 if state.lanes.raise(ticket, lane, now) == Ok(true) {
                     self.lane = lane;
                 }

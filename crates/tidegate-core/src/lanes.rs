@@ -59,8 +59,8 @@ struct QueuedCall {
     cost: u64,
     generation: u32,
     lane: Lane,
-    /// True if others wait for it, too, so that it isn't displaced.
-    was_raised: bool,
+    /// True if other callers wait for it too, so that it isn't displaced.
+    is_joined: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -135,17 +135,30 @@ impl Lanes {
         self.queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.in_flight))
     }
 
-    /// Displaces a call of a full lane that [`displaces`](LaneSpec::displaces), so that a new one finds room: the second
-    /// one, which has waited longest of those whose turn it isn't. The next [`Lanes::poll`] names it.
+    /// Displaces a call of a full lane that [`displaces`](LaneSpec::displaces), so that a new one with this deadline finds
+    /// room: the second one, which has waited longest of those whose turn it isn't. The next [`Lanes::poll`] names it.
     ///
-    /// Changes nothing if the second call is asking the store or was raised, or if the last displaced call is still to
-    /// be named. A router may drop from the front of a full queue, too (RFC 7567 §2): as many calls are sent, each after
-    /// a shorter wait.
-    #[inline]
-    pub fn make_room(&mut self, lane: Lane) {
-        if self.check_room(lane).is_err() && self.queue(lane).spec.displaces && self.displaced.is_none() {
-            self.displace(lane);
+    /// Changes nothing, and returns false, if the second call has a later deadline, is asking the store or was
+    /// [joined](Self::join), or if the last displaced call is still to be named. A router may drop from the front of a full
+    /// queue, too (RFC 7567 §2): as many calls are sent, each after a shorter wait.
+    #[cold]
+    pub fn make_room(&mut self, lane: Lane, deadline: Time) -> bool {
+        if self.check_room(lane).is_ok() || !self.queue(lane).spec.displaces || self.displaced.is_some() {
+            return false;
         }
+        let Some((_, index)) = self.queue(lane).order.second() else { return false };
+        let ticket = self.ticket(index);
+        // A call that can wait less long than the second might leave the place unused.
+        let gives_way = self.deadlines.key(index).is_some_and(|own| own <= deadline);
+        // An answer that is under way would be wasted.
+        if !gives_way || self.asking == Some(ticket) || self.calls[ticket.index()].is_joined {
+            return false;
+        }
+        self.remove(ticket);
+        // Its slot isn't used again before the driver is told.
+        self.free_slots.pop();
+        self.displaced = Some(ticket);
+        true
     }
 
     /// Adds a call to a lane until it is granted, cancelled, displaced or expired at its deadline. `cost` is cut to 2^40.
@@ -157,7 +170,7 @@ impl Lanes {
         self.check_room(lane)?;
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, was_raised: false };
+        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, is_joined: false };
         let index = match self.free_slots.pop() {
             Some(index) => {
                 let entry = &mut self.calls[index as usize];
@@ -180,15 +193,21 @@ impl Lanes {
     /// [`QueueFullError`] if the other lane has the maximum number of waiting calls. The call keeps its position.
     pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFullError> {
         let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
-        self.make_room(lane);
+        self.make_room(lane, self.deadlines.key(ticket.index).unwrap_or(Time::NEVER));
         self.check_room(lane)?;
         self.queue_mut(from).order.remove(ticket.index);
-        let call = &mut self.calls[ticket.index()];
-        (call.lane, call.was_raised) = (lane, true);
+        self.calls[ticket.index()].lane = lane;
         self.insert(lane, ticket.index, now);
         // An answer that is still to come belongs to the old lane.
         self.refusals_outdated |= self.asking == Some(ticket);
         Ok(true)
+    }
+
+    /// Records that other callers wait for a call too. It isn't displaced any longer.
+    pub fn join(&mut self, ticket: Ticket) {
+        if let Some(call) = self.calls.get_mut(ticket.index()).filter(|call| call.generation == ticket.generation) {
+            call.is_joined = true;
+        }
     }
 
     /// Removes a call from the queue. Returns false if it has left before. A later answer to it has no effect.
@@ -198,9 +217,8 @@ impl Lanes {
 
     /// Returns the next action. Must be called again until it returns [`QueueStep::Sleep`].
     pub fn poll(&mut self, now: Time) -> QueueStep {
-        if let Some(ticket) = self.displaced.take() {
-            self.free_slots.push(ticket.index);
-            return QueueStep::Displaced(ticket);
+        if self.displaced.is_some() {
+            return self.name_displaced();
         }
         let Some((deadline, index)) = self.deadlines.first() else { return QueueStep::Sleep(Time::NEVER) };
         let QueuedCall { lane, cost, .. } = self.calls[index as usize];
@@ -321,6 +339,7 @@ impl Lanes {
     }
 
     /// The call that goes next if there is capacity: its lane, slot and cost.
+    #[inline]
     fn next_call(&self, now: Time) -> Option<(Lane, u32, u64)> {
         // A single waiting call needs no choice.
         if let (1, Some((_, index))) = (self.deadlines.len(), self.deadlines.first()) {
@@ -387,15 +406,10 @@ impl Lanes {
     }
 
     #[cold]
-    fn displace(&mut self, lane: Lane) {
-        let second = self.queue(lane).order.second().map(|(_, index)| self.ticket(index));
-        self.displaced = second.filter(|&ticket| {
-            // An answer that is under way would be wasted.
-            self.asking != Some(ticket) && self.call(ticket).is_some_and(|call| !call.was_raised)
-        });
-        if let Some(ticket) = self.displaced {
-            self.detach(ticket);
-        }
+    fn name_displaced(&mut self) -> QueueStep {
+        let ticket = self.displaced.take().expect("invariant: the caller has just seen it");
+        self.free_slots.push(ticket.index);
+        QueueStep::Displaced(ticket)
     }
 
     /// Inserts a call at its position in a lane. An empty lane begins to wait now, without credit. Its window starts at
@@ -413,17 +427,11 @@ impl Lanes {
     }
 
     fn remove(&mut self, ticket: Ticket) -> Option<QueuedCall> {
-        let call = self.detach(ticket)?;
-        self.free_slots.push(ticket.index);
-        Some(call)
-    }
-
-    /// Removes a call, but doesn't free its slot.
-    fn detach(&mut self, ticket: Ticket) -> Option<QueuedCall> {
         let call = *self.call(ticket)?;
         self.calls[ticket.index()].generation = ticket.generation.wrapping_add(1);
         self.queue_mut(call.lane).order.remove(ticket.index);
         self.deadlines.remove(ticket.index);
+        self.free_slots.push(ticket.index);
         if self.asking == Some(ticket) {
             self.asking = None;
         }

@@ -257,8 +257,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         };
         let dispatcher = &mut *dispatcher;
         let call = slot.call();
-        if let Some(urgency) = urgency {
-            call.raise(urgency.lane(), &mut dispatcher.context.state, now);
+        if let Some(lane) = urgency.and_then(Urgency::lane) {
+            call.raise(lane, &mut dispatcher.context.state, now);
         }
         let state = &mut dispatcher.context.state;
         let started = call.start(state, now);
@@ -439,9 +439,9 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     pub(super) fn raise(self: &Arc<Self>, urgency: &Urgency) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
-        let Some(index) = urgency.waiting_index() else { return };
+        let (Some(index), Some(lane)) = (urgency.waiting_index(), urgency.lane()) else { return };
         let Some(waiting_call) = dispatcher.waiting_calls.get_mut(index) else { return };
-        waiting_call.call.raise(urgency.lane(), &mut dispatcher.context.state, now);
+        waiting_call.call.raise(lane, &mut dispatcher.context.state, now);
         self.dispatch(dispatcher, None, now);
     }
 

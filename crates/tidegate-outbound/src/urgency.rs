@@ -11,7 +11,8 @@ pub struct Urgency(pub(crate) Arc<UrgencyInner>);
 
 #[derive(Debug)]
 pub(crate) struct UrgencyInner {
-    lane: AtomicU8,
+    /// The lane of the most urgent caller that has joined, plus one; 0 if none has.
+    lane_plus_1: AtomicU8,
     /// The index of its waiting call plus one; 0 if it doesn't wait. Written under the dispatcher's lock.
     waiting_index_plus_1: AtomicUsize,
 }
@@ -19,21 +20,20 @@ pub(crate) struct UrgencyInner {
 impl Default for Urgency {
     /// Leaves the priority to the options of the call.
     fn default() -> Self {
-        Self(Arc::new(UrgencyInner {
-            lane: AtomicU8::new(Lane::Background as u8),
-            waiting_index_plus_1: AtomicUsize::new(0),
-        }))
+        Self(Arc::new(UrgencyInner { lane_plus_1: AtomicU8::new(0), waiting_index_plus_1: AtomicUsize::new(0) }))
     }
 }
 
 impl Urgency {
-    pub(crate) fn lane(&self) -> Lane {
-        Lane::ALL[usize::from(self.0.lane.load(Ordering::Relaxed))]
+    /// The lane of the most urgent caller that has joined the call. `None` if none has.
+    pub(crate) fn lane(&self) -> Option<Lane> {
+        self.0.lane_plus_1.load(Ordering::Relaxed).checked_sub(1).map(|lane| Lane::ALL[usize::from(lane)])
     }
 
-    /// Raises the lane. Returns true if the new lane is more urgent than the old one.
+    /// Notes a caller that joins the call. Returns true if it is the first or more urgent than those before.
     pub(crate) fn raise_to(&self, lane: Lane) -> bool {
-        self.0.lane.fetch_max(lane as u8, Ordering::Relaxed) < lane as u8
+        let lane_plus_1 = lane as u8 + 1;
+        self.0.lane_plus_1.fetch_max(lane_plus_1, Ordering::Relaxed) < lane_plus_1
     }
 
     pub(crate) fn set_waiting_index(&self, index: usize) {

@@ -74,8 +74,10 @@ impl RoundTripStats {
         (self.granted_at, self.last_excess) = (now, Span::ZERO);
     }
 
-    /// Learns from the end of a request, without a reply only a lower bound. Returns true if it may delay the next one.
-    pub(super) fn record_end(&mut self, granted_at: Time, elapsed: Span, delivery: Delivery, class: Class) -> bool {
+    /// Learns from the end of a request at `now`, without a reply only a lower bound. Returns true if it may delay the next
+    /// one.
+    pub(super) fn record_end(&mut self, granted_at: Time, delivery: Delivery, class: Class, now: Time) -> bool {
+        let elapsed = now.since(granted_at);
         if delivery == Delivery::Unsent {
             return false;
         }
@@ -85,6 +87,7 @@ impl RoundTripStats {
         if delivery == Delivery::Answered {
             self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
             if matches!(class, Class::Success | Class::Permanent | Class::Auth) {
+                (self.good_at, self.failing_since) = (now, None);
                 self.update_smoothed(elapsed.as_micros());
             }
         }
@@ -96,22 +99,17 @@ impl RoundTripStats {
         granted_at == self.granted_at && !late.is_zero()
     }
 
-    /// Notes the result of a request. Returns true if failures have lasted for twice the time within which good replies come,
-    /// or for a second before the first one: a call that was sent before them would have been answered.
-    pub(super) fn record_class(&mut self, class: Class, sent_at: Time, now: Time) -> bool {
-        match class {
-            Class::Success | Class::Permanent | Class::Auth => (self.good_at, self.failing_since) = (now, None),
-            Class::Transient => {
-                // If the clock stepped back, failures would otherwise not count for as long as the step.
-                self.failing_since = Some(self.failing_since.unwrap_or(self.good_at.max(sent_at)).min(now));
-            }
-            Class::Throttled | Class::Cancelled => {}
-        }
+    /// Notes a failure. Returns true if failures have lasted for twice the time within which good replies come, or for a
+    /// second before the first one: a call that was sent before them would have been answered.
+    pub(super) fn record_failure(&mut self, sent_at: Time, now: Time) -> bool {
+        // If the clock stepped back, failures would otherwise not count for as long as the step.
+        let since = self.failing_since.unwrap_or(self.good_at.max(sent_at)).min(now);
+        self.failing_since = Some(since);
         let longest = match self.smoothed {
             Span::ZERO => FIRST_TIME_FOR_OTHERS,
             _ => self.usual_max().times(2).min(MAX_TIME_FOR_OTHERS),
         };
-        self.failing_since.is_some_and(|since| now.since(since) >= longest)
+        now.since(since) >= longest
     }
 
     fn update_smoothed(&mut self, elapsed: u64) {

@@ -127,11 +127,12 @@ impl Call {
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }
-        let is_outage = state.round_trips.record_class(reply.class, sent.sent_at, now);
-        let is_alone = state.lanes.total_in_flight().saturating_sub(state.tunnels) <= 1;
-        state.breaker.report_beside(sent.permit, (reply.class, elapsed), is_outage || is_alone, now, rng);
+        let is_outage = reply.class == Class::Transient
+            && (state.round_trips.record_failure(sent.sent_at, now)
+                || state.lanes.total_in_flight().saturating_sub(state.tunnels) <= 1);
+        state.breaker.report_beside(sent.permit, (reply.class, elapsed), is_outage, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
-        if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery, reply.class) && !rules.jitter.is_zero() {
+        if state.round_trips.record_end(sent.sent_at, reply.delivery, reply.class, now) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();
         }
         if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {

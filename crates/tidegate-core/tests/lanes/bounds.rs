@@ -21,35 +21,46 @@ fn a_new_call_displaces_the_second() {
     let mut lanes = Lanes::new(displacing(3));
     let [asking, second, third] = std::array::from_fn(|_| enqueue(&mut lanes, Lane::User, test_time(0)));
     assert_eq!(ask(&mut lanes, test_time(0)), asking);
-    lanes.make_room(Lane::User);
+    lanes.make_room(Lane::User, Time::NEVER);
     let fourth = enqueue(&mut lanes, Lane::User, test_time(0));
     assert!(!lanes.cancel(second) && lanes.grant(second, test_time(0)).is_none(), "it has left");
-    lanes.make_room(Lane::User);
+    lanes.make_room(Lane::User, Time::NEVER);
     let fifth = lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0));
     assert_eq!(fifth, Err(QueueFullError { lane: Lane::User }), "the driver doesn't know yet of the second");
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(second));
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER));
     // A call that has its turn keeps its place, also once it is refused.
     lanes.refuse(asking, refusal(test_time(500), RefusalScope::Provider), test_time(0));
-    lanes.make_room(Lane::User);
+    lanes.make_room(Lane::User, Time::NEVER);
     let fifth = enqueue(&mut lanes, Lane::User, test_time(0));
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(third));
     assert_eq!(drain(&mut lanes, test_time(500)), [asking, fourth, fifth]);
 }
 
 #[test]
-fn raised_calls_make_room_and_keep_it() {
+fn raised_calls_make_room() {
     let mut lanes = Lanes::new(LanesSpec { max_in_flight: 0, ..displacing(2) });
     let raised = enqueue(&mut lanes, Lane::Background, test_time(0));
-    let [first, second] = std::array::from_fn(|_| enqueue(&mut lanes, Lane::User, test_time(0)));
+    let [_, second] = std::array::from_fn(|_| enqueue(&mut lanes, Lane::User, test_time(0)));
     assert_eq!(lanes.raise(raised, Lane::User, test_time(0)), Ok(true));
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(second));
-    let other = enqueue(&mut lanes, Lane::Background, test_time(0));
-    assert_eq!(lanes.raise(other, Lane::User, test_time(0)), Ok(true));
-    assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(first));
-    lanes.make_room(Lane::User);
-    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER), "both were raised");
     assert_eq!(lanes.waiting(Lane::User), 2);
+}
+
+#[test]
+fn joined_and_more_patient_calls_keep_their_places() {
+    let mut lanes = Lanes::new(LanesSpec { max_in_flight: 0, ..displacing(3) });
+    let mut enqueue = |lanes: &mut Lanes, deadline| {
+        lanes.make_room(Lane::User, test_time(deadline));
+        lanes.enqueue(Lane::User, 1, test_time(deadline), test_time(0))
+    };
+    let [_, patient, last] = [100, 300, 400].map(|deadline| enqueue(&mut lanes, deadline).unwrap());
+    assert!(enqueue(&mut lanes, 299).is_err(), "it might leave the place unused");
+    assert!(enqueue(&mut lanes, 300).is_ok());
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(patient));
+    lanes.join(last);
+    assert!(enqueue(&mut lanes, 900).is_err(), "several callers would fail");
+    assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(100)));
 }
 
 #[test]

@@ -9,7 +9,7 @@ struct Call {
     lane: Lane,
     cost: u64,
     deadline: Time,
-    was_raised: bool,
+    is_joined: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -62,11 +62,13 @@ impl Naive {
     }
 
     /// Displaces the second call of a full lane, if it can.
-    fn make_room(&mut self, lane: Lane) {
+    fn make_room(&mut self, lane: Lane, deadline: Time) {
         let mut calls: Vec<Call> = self.calls.iter().filter(|call| call.lane == lane).copied().collect();
         calls.sort_by_key(|call| call.arrival);
         let second = calls.get(1).filter(|_| self.full(lane) && self.spec.lanes[lane as usize].displaces);
-        if let Some(call) = second.filter(|call| self.asking != Some(call.ticket) && !call.was_raised) {
+        if let Some(call) =
+            second.filter(|call| self.asking != Some(call.ticket) && !call.is_joined && call.deadline <= deadline)
+        {
             self.displaced = Some(call.ticket);
             self.leave(call.ticket);
         }
@@ -150,7 +152,7 @@ impl Naive {
     /// The longest refusal of a call behind these others, among those that certainly last until its deadline.
     fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: &[Call], now: Time) -> Option<Refusal> {
         let ticket = self.told.first()?.call.ticket;
-        let arriving = Call { ticket, arrival: 0, lane, cost, deadline, was_raised: false };
+        let arriving = Call { ticket, arrival: 0, lane, cost, deadline, is_joined: false };
         let mut longest: Option<Refusal> = None;
         for told in self.told.iter().filter(|told| told.refusal.closed_until > Time::ZERO) {
             let alone = Self { told: vec![*told], ..Self::new(self.spec) };
@@ -251,6 +253,12 @@ impl Pair {
                 let Some(ticket) = self.any_ticket(random) else { return Ok(()) };
                 self.raise(ticket, lane)?;
             }
+            14 if random.chance(50) => {
+                let Some(ticket) = self.any_ticket(random) else { return Ok(()) };
+                self.lanes.join(ticket);
+                let call = self.naive.calls.iter_mut().find(|call| call.ticket == ticket);
+                call.into_iter().for_each(|call| call.is_joined = true);
+            }
             14 => {
                 self.lanes.clear_refusals();
                 self.naive.told.clear();
@@ -280,8 +288,8 @@ impl Pair {
         let deadline =
             if random.chance(40) { self.now + Span::from_micros(random.below(900_000)) } else { Time::NEVER };
         if random.chance(70) {
-            self.lanes.make_room(lane);
-            self.naive.make_room(lane);
+            self.lanes.make_room(lane, deadline);
+            self.naive.make_room(lane, deadline);
         }
         let full = self.naive.full(lane);
         match self.lanes.enqueue(lane, cost, deadline, self.now) {
@@ -295,7 +303,7 @@ impl Pair {
                 }
                 self.naive.join(lane, self.now);
                 let (arrival, cost) = (self.arrivals, cost.min(MAX_COST));
-                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline, was_raised: false });
+                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline, is_joined: false });
                 self.arrivals += 1;
                 self.tickets.push(ticket);
                 if self.tickets.len() > 200 {
@@ -308,16 +316,15 @@ impl Pair {
 
     fn raise(&mut self, ticket: Ticket, lane: Lane) -> Result<(), String> {
         let find = |naive: &Naive| naive.calls.iter().position(|call| call.ticket == ticket && call.lane < lane);
-        if find(&self.naive).is_some() {
-            self.naive.make_room(lane);
+        if let Some(place) = find(&self.naive) {
+            self.naive.make_room(lane, self.naive.calls[place].deadline);
         }
         let expected = match find(&self.naive) {
             None => Ok(false),
             Some(_) if self.naive.full(lane) => Err(QueueFullError { lane }),
             Some(place) => {
                 self.naive.join(lane, self.now);
-                let call = &mut self.naive.calls[place];
-                (call.lane, call.was_raised) = (lane, true);
+                self.naive.calls[place].lane = lane;
                 self.naive.poked |= self.naive.asking == Some(ticket);
                 Ok(true)
             }

@@ -124,7 +124,8 @@ async fn a_reservation_is_presented_once_at_its_instant() {
     let answer = gateway.ask(get("/api/x")).await;
     assert_eq!((status(&answer), body(&answer)), (200, "hello"));
     let waited = header(&answer, "tidegate-waited").unwrap().strip_suffix('s').unwrap().parse::<f64>().unwrap();
-    assert!((0.3..1.0).contains(&waited), "{waited}");
+    // The reply is under way for a part of the 300 ms.
+    assert!((0.25..1.0).contains(&waited), "{waited}");
     let presented: Vec<_> =
         api.arrived().iter().map(|request| request.header("tidegate-reservation").map(str::to_owned)).collect();
     assert_eq!(presented, [None, Some("rabc".to_owned()), None]);
