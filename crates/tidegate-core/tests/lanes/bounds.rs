@@ -50,7 +50,7 @@ fn raised_calls_make_room() {
 #[test]
 fn joined_and_more_patient_calls_keep_their_places() {
     let mut lanes = Lanes::new(LanesSpec { max_in_flight: 0, ..displacing(3) });
-    let mut enqueue = |lanes: &mut Lanes, deadline| {
+    let enqueue = |lanes: &mut Lanes, deadline| {
         lanes.make_room(Lane::User, test_time(deadline));
         lanes.enqueue(Lane::User, 1, test_time(deadline), test_time(0))
     };
