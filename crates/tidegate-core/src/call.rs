@@ -127,8 +127,6 @@ pub struct Call {
     rejected: RejectedCredentials,
     /// True if it holds a retry of the budget that wasn't sent yet.
     holds_budget_retry: bool,
-    /// True if it may take the place of another call in a full lane.
-    may_displace: bool,
     /// True if another caller waits for it too.
     is_joined: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
@@ -157,18 +155,9 @@ impl Call {
             is_tunnel: false,
             rejected: RejectedCredentials::default(),
             holds_budget_retry: false,
-            may_displace: true,
             is_joined: false,
             is_hedge: false,
         }
-    }
-
-    /// Lets it displace no other call from a full lane. For a call that continues for one that has left the queue:
-    /// otherwise, a new call could displace many, one after the other.
-    #[must_use]
-    pub fn without_displacing(mut self) -> Self {
-        self.may_displace = false;
-        self
     }
 
     /// The deadline for its reply.
@@ -252,7 +241,8 @@ impl Call {
         state: &mut ProviderState,
         now: Time,
     ) -> Result<Ticket, QueueFullError> {
-        if !self.may_displace || !state.lanes.make_room(self.lane, self.deadline) {
+        // A hedge that must wait isn't sent.
+        if self.is_hedge || !state.lanes.make_room(self.lane, self.deadline) {
             return Err(full);
         }
         state.lanes.enqueue(self.lane, self.cost, self.deadline, now)

@@ -187,10 +187,11 @@ impl Lanes {
         Ok(self.ticket(index))
     }
 
-    /// Moves a call to a more urgent lane, ahead of later arrivals. Returns false if it has left or isn't less urgent.
+    /// Moves a call to a more urgent lane, ahead of later arrivals. Returns false if it has left or isn't less urgent. A full
+    /// lane [makes room](Self::make_room) for it if it can.
     ///
     /// # Errors
-    /// [`QueueFullError`] if the other lane has the maximum number of waiting calls. The call keeps its position.
+    /// [`QueueFullError`] if the other lane is full and makes no room. The call keeps its position.
     pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFullError> {
         let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
         self.make_room(lane, self.deadlines.key(ticket.index).unwrap_or(Time::NEVER));

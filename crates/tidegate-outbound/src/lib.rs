@@ -269,8 +269,7 @@ pub struct CallOptions {
     pub timeout: Option<Duration>,
     /// The means to raise its priority while it waits.
     pub urgency: Option<Urgency>,
-    /// The time that the caller has already waited, for [`CallStats::waited`]. The timeout doesn't include it. A call with
-    /// such a time takes no place of another call in a full lane, because it may continue for one that has lost it. Default
+    /// The time that the caller has already waited, for [`CallStats::waited`]. The timeout doesn't include it. Default
     /// zero.
     pub waited: Span,
 }

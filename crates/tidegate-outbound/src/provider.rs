@@ -176,8 +176,6 @@ impl<S: Store, C: Clock> Provider<S, C> {
         let started_at = self.0.clock.now();
         let deadline = timeout.map(|timeout| started_at + Span::from_duration(timeout));
         let call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
-        // If it waited for another caller's call, it may continue for one that was displaced.
-        let call = if waited.is_zero() { call } else { call.without_displacing() };
         let urgency = urgency.as_ref();
         let mut call_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(call) };
         let mut stats = CallStats { attempts: 0, waited, credential: 0 };
@@ -235,7 +233,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
 
     /// Raises the priority of a call to this lane, if it still waits.
     pub fn raise(&self, urgency: &Urgency, lane: Lane) {
-        if urgency.raise_to(lane) && !self.config().sequential {
+        if !self.config().sequential && urgency.raise_to(lane) {
             self.0.raise(urgency);
         }
     }

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
 use tidegate_core::Lane;
 
-/// A handle that raises the priority of a waiting call, for example if a more urgent caller joins it.
+/// A handle that raises the priority of a waiting call, for example if a more urgent caller joins it. A call that was raised,
+/// to whichever lane, also keeps its place in a full lane. Each call needs a handle of its own.
 #[derive(Clone, Debug)]
 pub struct Urgency(pub(crate) Arc<UrgencyInner>);
 

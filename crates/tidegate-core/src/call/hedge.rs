@@ -16,7 +16,6 @@ impl Call {
         (sent && state.budget.take()).then_some(Self {
             stage: CallStage::Idle,
             holds_budget_retry: true,
-            may_displace: false,
             is_hedge: true,
             ..*self
         })

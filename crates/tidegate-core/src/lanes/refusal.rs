@@ -9,7 +9,7 @@ use crate::{LimitId, Span, Time};
 pub enum RefusalScope {
     /// The call's lane: a limit of the lane itself is among those that refuse. The other lanes continue.
     Lane,
-    /// All calls: only limits that all lanes share refuse. The call keeps its turn and its place.
+    /// All calls: only limits that all lanes share refuse. The call keeps its turn.
     #[default]
     Provider,
 }

@@ -38,10 +38,10 @@ impl Lane {
 /// The limits of one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneSpec {
-    /// The maximum number of waiting calls. Further calls are refused. Default 1,024, at most [`MAX_WAITING`].
+    /// The maximum number of waiting calls. Default 1,024, at most [`MAX_WAITING`].
     pub max_waiting: u32,
-    /// True if a call in the full lane gives its place to a new one ([`Lanes::make_room`](super::Lanes::make_room)).
-    /// Default false.
+    /// True if a call in the full lane gives its place to a new one ([`Lanes::make_room`](super::Lanes::make_room)). Default
+    /// false: the new one is refused.
     pub displaces: bool,
     /// The maximum number of calls in flight. Default `u32::MAX`, which means no limit.
     pub max_in_flight: u32,

@@ -50,8 +50,17 @@ pub(crate) struct Known {
     /// True if it waits for its turn to retry, and the retry was taken from the budget.
     retries: bool,
     tried: bool,
+    /// True if another caller waits for it too.
+    joined: bool,
     /// For a second request: the call beside which it was sent.
     beside: Option<usize>,
+}
+
+impl Known {
+    fn new(call: Call, lane: Lane, cost: u64) -> Self {
+        let stage = Stage::Renewing;
+        Self { call, lane, cost, stage, retries: false, tried: false, joined: false, beside: None }
+    }
 }
 
 /// A provider, its driver, and a plain count of everything.
@@ -181,8 +190,7 @@ impl World {
         let call = Call::new(&self.rules, lane, cost, timeout.map(|timeout| self.now + timeout), self.now);
         let id = self.arrived;
         self.arrived += 1;
-        let known = Known { call, lane, cost, stage: Stage::Renewing, retries: false, tried: false, beside: None };
-        self.start(id, known);
+        self.start(id, Known::new(call, lane, cost));
         id
     }
 
@@ -195,7 +203,7 @@ impl World {
         let id = self.arrived;
         self.arrived += 1;
         let displaced = self.displaced;
-        self.start(id, Known { call, lane, cost, stage: Stage::Renewing, retries: true, tried: true, beside });
+        self.start(id, Known { retries: true, tried: true, beside, ..Known::new(call, lane, cost) });
         self.pump();
         assert_eq!(self.displaced, displaced, "a hedge takes no place of others");
         if let Some(known) = self.calls.get_mut(&id)
@@ -292,6 +300,7 @@ impl World {
                     CallProgress::Fail(known.call.handle_expiry(&mut self.state, self.now))
                 }
                 QueueStep::Displaced(_) => {
+                    assert!(!known.joined, "a joined call keeps its place");
                     self.displaced += 1;
                     self.cancel_waiting(&mut known);
                     CallProgress::Fail(known.call.handle_displacement(&mut self.state))
@@ -416,8 +425,14 @@ impl World {
     fn raise(&mut self, id: usize, lane: Lane) {
         let full = self.waiting(lane) >= self.rules.lanes.lanes[lane as usize].max_waiting as usize;
         let known = self.calls.get_mut(&id).expect("a call");
-        if known.beside.is_none() && matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
+        if known.beside.is_none() {
             known.call.raise(lane, &mut self.state, self.now);
+            known.joined = true;
+            if matches!(known.stage, Stage::Sleeping(..)) {
+                known.lane = known.call.lane();
+            }
+        }
+        if known.beside.is_none() && matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
             let raised = known.lane.max(lane);
             // A full lane may make room for it, or not.
             assert!(known.call.lane() == raised || full && known.call.lane() == known.lane);
@@ -524,7 +539,7 @@ impl World {
                 }
             }
             24 => {
-                if let Some(id) = self.any(random, |stage| matches!(stage, Stage::Queued(_) | Stage::Asking(..))) {
+                if let Some(id) = self.any(random, |stage| !matches!(stage, Stage::Renewing)) {
                     self.raise(id, random.pick(&Lane::ALL));
                 }
             }
@@ -570,9 +585,8 @@ impl World {
         same("states in the store", self.store.store().len() <= 6, true)?;
         for lane in Lane::ALL {
             let room = self.rules.lanes.lanes[lane as usize].max_waiting;
-            let entered = (0..room).filter(|_| self.state.lanes.enqueue(lane, 1, Time::NEVER, self.now).is_ok());
+            let entered = (0..=room).filter(|_| self.state.lanes.enqueue(lane, 1, Time::NEVER, self.now).is_ok());
             same("room in the queue", entered.count(), room as usize)?;
-            same("waiting", self.state.lanes.waiting(lane), room as usize)?;
         }
         Ok(())
     }

@@ -45,8 +45,8 @@ lane_keys!(
     hours: Option<HoursOfDay> = "", Maybe(Custom(Text, "hours of the day", |reader, node, _| reader.hours(node))),
         "the hours in which they run, as 22:00-06:00 in Europe/Berlin";
 );
-lane_keys!(USER: UserKeys, "user", "10s", "for a further one, the oldest fails", "2");
-lane_keys!(WEBHOOK: WebhookKeys, "webhook", "10s", "for a further one, the oldest fails", "2");
+lane_keys!(USER: UserKeys, "user", "10s", "for a further one, the second of them fails", "2");
+lane_keys!(WEBHOOK: WebhookKeys, "webhook", "10s", "for a further one, the second of them fails", "2");
 
 /// A lane as written in the policy.
 pub(super) struct ParsedLane {
