@@ -136,9 +136,10 @@ fn the_limit_finds_workers_despite_random_latencies() {
             let share = f64::from(seen.replies) / (workers as f64 * 3_000.0);
             assert!(share >= 0.9, "{workers} × {millis} ms, seed {seed}: {share}");
             // The mean of 32 random times sometimes deviates by a fifth, and so does the value that it is compared
-            // with. A queue that delays each call by at most 5 ms has no effect, so that many calls are allowed.
+            // with. A queue that delays each call by at most 5 ms has no effect, so that many calls are allowed. The last
+            // raise, by a third, may begin just below what has an effect.
             let unnoticed = workers as u32 * 5 / millis.clamp(1, 5) as u32;
-            let most = unnoticed * 9 / 4 + 8;
+            let most = unnoticed * 5 / 2 + 8;
             assert!(seen.highest() <= most, "{workers} × {millis} ms, seed {seed}: {}", seen.highest());
         }
     }
