@@ -73,9 +73,9 @@ pub enum AdaptiveLimitError {
 /// A provider's limit of calls in flight.
 ///
 /// Round trips of less than 5 ms count as 5 ms. Replies are evaluated in windows of four times the limit, from 8 to 32.
-/// After each evaluation, the replies of the next two round trips are ignored, because they belong to the previous limit. A failed call
-/// (throttled, timed out or transient otherwise) counts as one that took twice the round trip without load. If at least
-/// half of the calls were sent with more than half of the limit in flight, the average round trip decides:
+/// After each evaluation, the replies of the next two round trips are ignored, because they belong to the previous limit.
+/// A failed call (throttled, timed out or transient otherwise) counts as one that took twice the round trip without load.
+/// If at least half of the calls were sent with more than half of the limit in flight, the average round trip decides:
 ///
 /// - Up to 5/4 of the round trip without load, the limit rises by an eighth, or by a third after three times, unless more than an eighth of the calls
 ///   failed, or most were sent with at most three quarters of the limit in flight.

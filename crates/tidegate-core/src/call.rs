@@ -29,7 +29,7 @@ pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
-use crate::lanes::{Lane, QueueFullError, Refusal, Ticket, WaitReason};
+use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, Ticket, WaitReason};
 use crate::retry::{Delivery, RetryTracker};
 use crate::{Batch, Class, Limits, MAX_COST, Op, Outcomes, Span, Time, Verb};
 
@@ -248,6 +248,27 @@ impl Call {
         state.lanes.enqueue(self.lane, self.cost, self.deadline, now)
     }
 
+    /// Handles the step that the lanes have named the call for: its turn, its expiry or its displacement. A sleep names none.
+    #[inline]
+    pub fn handle_step(
+        &mut self,
+        step: QueueStep,
+        rules: &CallRules,
+        state: &mut ProviderState,
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> CallProgress {
+        match step {
+            QueueStep::AskStore(_) => self.handle_turn(rules, state, now, rng),
+            QueueStep::Expired(_) => CallProgress::Fail(self.handle_expiry(state, now)),
+            QueueStep::Displaced(_) => {
+                state.store_requests.updates.clear();
+                self.fail(CallFailure::QueueFull(QueueFullError { lane: self.lane }), state)
+            }
+            QueueStep::Sleep(_) => CallProgress::Wait,
+        }
+    }
+
     /// Called when the lanes have chosen the call. Asks the store with the first credential that seems available.
     pub fn handle_turn(
         &mut self,
@@ -325,13 +346,6 @@ impl Call {
         let refusal = state.lanes.refused_past(self.deadline, self.lane, self.cost, now);
         let known = refusal.map(|refusal| refusal.failure()).or(self.failure_at_deadline);
         known.unwrap_or(CallFailure::DeadlineExceeded)
-    }
-
-    /// Called when the lanes have given its place to a later call.
-    pub fn handle_displacement(&mut self, state: &mut ProviderState) -> CallFailure {
-        state.store_requests.updates.clear();
-        self.leave_queue(state);
-        CallFailure::QueueFull(QueueFullError { lane: self.lane })
     }
 
     /// Called for a waiting call when an operator stops the calls to the provider. An answer of the store that is still

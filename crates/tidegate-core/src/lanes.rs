@@ -206,8 +206,8 @@ impl Lanes {
 
     /// Records that other callers wait for a call too. It isn't displaced any longer.
     pub fn join(&mut self, ticket: Ticket) {
-        if let Some(call) = self.calls.get_mut(ticket.index()).filter(|call| call.generation == ticket.generation) {
-            call.is_joined = true;
+        if self.call(ticket).is_some() {
+            self.calls[ticket.index()].is_joined = true;
         }
     }
 

@@ -184,11 +184,7 @@ impl World {
                     let progress = self.calls[id].handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng);
                     self.advance(id, progress);
                 }
-                QueueStep::Displaced(ticket) => {
-                    let id = self.tickets[&ticket.index()];
-                    let failure = self.calls[id].handle_displacement(&mut self.state);
-                    self.finish(id, Err(failure));
-                }
+                QueueStep::Displaced(_) => unreachable!("these lanes displace no call"),
                 QueueStep::Expired(ticket) => {
                     let id = self.tickets[&ticket.index()];
                     let failure = self.calls[id].handle_expiry(&mut self.state, self.now);

@@ -5,12 +5,12 @@
 //! future that isn't polled for a while doesn't block the calls behind it.
 
 mod call_slot;
+mod changes;
 mod operator;
 mod peer_votes;
 mod timer;
 
 use std::future::poll_fn;
-use std::mem;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -20,22 +20,20 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
 use tidegate_core::call::{
-    AttemptReport, Call, CallFailure, CallProgress, CallRules, DISABLE_TIME, InFlight, NextStep, ProviderState,
+    AttemptReport, Call, CallFailure, CallProgress, CallRules, InFlight, NextStep, ProviderState,
 };
 use tidegate_core::retry::Delivery;
-use tidegate_core::{
-    AdaptiveLimit, Batch, BudgetSpec, Class, Clock, Key, Lane, Op, Outcomes, QueueStep, Span, Ticket, Time, Verb,
-};
+use tidegate_core::{Batch, Class, Clock, Lane, Outcomes, QueueStep, Ticket, Time};
 use tidegate_policy::{KeySeed, outbound};
 use tidegate_runtime::random::random_u64;
 use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
 use tidegate_store::{Store, StoreError, StoreResponse};
 use tokio::runtime::Handle;
 
-use super::events::{ProviderChange, ProviderEvent, ProviderEvents};
-use super::report::{BreakerReport, CredentialReport, DispatcherSnapshot};
+use super::events::{ProviderChange, ProviderEvents};
 use super::{CallErrorKind, Urgency};
 pub(super) use call_slot::{CallSlot, StartOutcome};
+use changes::CredentialChange;
 use peer_votes::PeerVotes;
 use timer::{Timer, TimerSignals};
 
@@ -71,14 +69,6 @@ struct Dispatcher {
     published_changes: Vec<CredentialChange>,
     /// The changes of credentials to be published after this step.
     changes: Vec<ProviderChange>,
-}
-
-/// A period in which a credential isn't used.
-#[derive(Clone, Copy, Default)]
-struct CredentialChange {
-    until: Time,
-    /// True if the provider has rejected it; false if it has throttled it.
-    is_rejected: bool,
 }
 
 /// The input of a step besides its call.
@@ -135,12 +125,6 @@ impl Dispatcher {
         }
     }
 }
-
-/// The shortest cool-down that is told. The entry about a cool-down whose end only the store knows is shorter.
-const MIN_TOLD_WAIT: Span = Span::from_millis(1);
-
-/// The time after a cool-down of unknown length began in which another one isn't told.
-const UNKNOWN_COOLDOWN: Span = Span::from_secs(1);
 
 /// The largest capacity that is kept while no call waits.
 const MAX_IDLE_CAPACITY: usize = 1024;
@@ -283,35 +267,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         StartOutcome::Waiting(index)
     }
 
-    /// The end of the first cool-down, if all credentials are cooling. A store that answers at once knows it exactly.
-    #[cold]
-    pub(super) fn cooling_until(&self) -> Option<Time> {
-        let (known, now) = {
-            let (mut dispatcher, now) = self.lock_for_step();
-            let StepContext { state, rng, .. } = &mut dispatcher.context;
-            (state.cooling_until(now, rng)?, now)
-        };
-        let first = self.first_cooldown_end(&self.rules.credential_keys, now);
-        let until = first.map_or(known, |first| first.max(known));
-        (until > now + MIN_TOLD_WAIT && !until.is_never()).then_some(until)
-    }
-
-    /// The end of the first of these credentials' cool-downs, if the store answers at once.
-    fn first_cooldown_end(&self, credential_keys: &[Key], now: Time) -> Option<Time> {
-        let mut batch = Batch::new(0);
-        batch.set_affinity(self.rules.affinity());
-        for key in credential_keys {
-            // Of a larger pool than a batch holds, the first are asked for.
-            if batch.push(Op::new(self.rules.cooldown, Verb::Peek, *key, 1)).is_err() {
-                break;
-            }
-        }
-        match self.store.apply(&batch, now) {
-            StoreResponse::Ready(outcomes) => outcomes.list().iter().map(|outcome| outcome.retry_at).min(),
-            StoreResponse::Pending(_) => None,
-        }
-    }
-
     /// Makes the call of a hedged request; `None` if the retry budget is spent.
     pub(super) fn new_hedge(&self, call: &Call) -> Option<Call> {
         self.inspect(|state, _| call.new_hedge(state))
@@ -376,25 +331,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         (done, now)
     }
 
-    /// Publishes the changes of the last steps. The lock isn't held meanwhile, because a log or an observer may be slow.
-    #[cold]
-    fn publish_changes(&self) {
-        let (changes, at) = {
-            let dispatcher = &mut *self.dispatcher.lock();
-            let (breaker, now) = (&dispatcher.context.state.breaker, dispatcher.last_step_at);
-            let mut changes = mem::take(&mut dispatcher.changes);
-            if mem::replace(&mut dispatcher.published_transitions, breaker.transitions()) != breaker.transitions() {
-                let reset_in = breaker.peek(now).err().map_or(Span::ZERO, |refusal| refusal.reset_in);
-                let (state, failures) = (breaker.state(now), breaker.failures());
-                changes.push(ProviderChange::Breaker { state, failures, reset_in });
-            }
-            (changes, now)
-        };
-        for change in changes {
-            self.events.publish(&ProviderEvent { at, provider: self.config().name.clone(), change });
-        }
-    }
-
     /// Ends a call after its reply's body, and corrects the cost if it is known now.
     pub(super) fn end_in_flight(self: &Arc<Self>, in_flight: &mut InFlight, cost: Option<u64>) {
         let (mut dispatcher, now) = self.lock_for_step();
@@ -451,67 +387,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         }
     }
 
-    /// Notes the credentials that the last step has disabled or let cool down, after its updates were submitted.
-    fn note_credential_changes(&self, dispatcher: &mut Dispatcher, now: Time) {
-        let Dispatcher { context: StepContext { state, .. }, published_changes, changes, .. } = dispatcher;
-        let pool = &mut state.pool;
-        let ops = state.store_requests.updates().into_iter().flat_map(Batch::ops);
-        for op in ops.filter(|op| matches!(op.verb, Verb::Disable | Verb::Throttle { .. })) {
-            let Some(credential) = self.rules.credential_keys.iter().position(|key| *key == op.key) else { continue };
-            published_changes.resize(self.rules.credential_keys.len(), CredentialChange::default());
-            let last = &mut published_changes[credential];
-            if op.verb == Verb::Disable {
-                *last = CredentialChange { until: now + DISABLE_TIME, is_rejected: true };
-                changes.push(ProviderChange::CredentialRejected { credential, until: last.until });
-                continue;
-            }
-            let known_end = pool.cooling_until(credential).max(self.first_cooldown_end(&[op.key], now));
-            let until = known_end.filter(|until| *until > now + MIN_TOLD_WAIT);
-            // Replies to requests that were under way together let the credential cool down once.
-            if until.unwrap_or(now) > last.until {
-                *last = CredentialChange { until: until.unwrap_or(now + UNKNOWN_COOLDOWN), is_rejected: false };
-                let all_cooling = !pool.has_other_not_cooling(credential, now);
-                changes.push(ProviderChange::CoolingDown { credential, until, all_cooling });
-            }
-        }
-    }
-
-    /// The parts of a report that need the lock.
-    pub(super) fn dispatcher_snapshot(&self) -> DispatcherSnapshot {
-        let (dispatcher, now) = (self.dispatcher.lock(), self.clock.now());
-        let Dispatcher { context: StepContext { state, .. }, published_changes, .. } = &*dispatcher;
-        let credential_report = |credential| {
-            let change = published_changes.get(credential).copied().unwrap_or_default();
-            let until = state.pool.cooling_until(credential).filter(|until| *until > now + MIN_TOLD_WAIT);
-            let until = until.max((change.until > now).then_some(change.until));
-            CredentialReport::new(
-                until,
-                change.is_rejected && change.until > now,
-                state.pool.in_flight(credential),
-                now,
-            )
-        };
-        DispatcherSnapshot {
-            breaker: BreakerReport {
-                state: if self.config().breaker.is_some() { state.breaker.state(now).name() } else { "off" },
-                failures: state.breaker.failures(),
-                reset_in: state.breaker.peek(now).err().map_or(0, |refusal| refusal.reset_in.as_secs_ceil()),
-            },
-            is_paused: state.is_paused,
-            waiting: Lane::ALL.map(|lane| state.lanes.waiting(lane)),
-            in_flight: Lane::ALL.map(|lane| state.lanes.in_flight(lane)),
-            credentials: (0..state.pool.size()).map(credential_report).collect(),
-            throttled_credentials: published_changes
-                .iter()
-                .filter(|change| change.until > now && !change.is_rejected)
-                .count(),
-            retry_budget: (self.rules.budget != BudgetSpec::UNLIMITED).then(|| state.budget.remaining()),
-            adaptive_limit: state.adaptive_limit.as_ref().map(AdaptiveLimit::limit),
-            pace_interval: state.pace.as_ref().map(|pace| pace.interval().as_secs_f64()),
-            stats: state.stats.clone(),
-        }
-    }
-
     /// Dispatches the calls that are due, and sets the timer.
     fn dispatch(self: &Arc<Self>, dispatcher: &mut Dispatcher, inline_call: Option<&mut InlineCall<'_>>, now: Time) {
         let at = self.dispatch_due(dispatcher, inline_call, now);
@@ -555,11 +430,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         now: Time,
     ) -> Option<DispatchResult> {
         let StepContext { state, rng, .. } = context;
-        let progress = match step {
-            QueueStep::Expired(_) => CallProgress::Fail(call.handle_expiry(state, now)),
-            QueueStep::Displaced(_) => CallProgress::Fail(call.handle_displacement(state)),
-            _ => call.handle_turn(&self.rules, state, now, rng),
-        };
+        let progress = call.handle_step(step, &self.rules, state, now, rng);
         self.resolve_step(progress, call, ticket, context, now)
     }
 

@@ -107,8 +107,7 @@ pub enum CallFailure {
 /// [`StoreRequests::updates`](super::StoreRequests::updates) to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallProgress {
-    /// The call waits. The lanes will return its ticket again, for [`Call::handle_turn`](super::Call::handle_turn) or
-    /// [`Call::handle_expiry`](super::Call::handle_expiry) or [`Call::handle_displacement`](super::Call::handle_displacement).
+    /// The call waits. The lanes will return its ticket again, for [`Call::handle_step`](super::Call::handle_step).
     Wait,
     /// The store must execute [`StoreRequests::reservation`](super::StoreRequests::reservation), for
     /// [`Call::handle_outcomes`](super::Call::handle_outcomes).

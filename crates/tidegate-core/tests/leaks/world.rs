@@ -294,19 +294,14 @@ impl World {
             };
             let id = self.places[&ticket.index()];
             let mut known = self.take(id);
-            let progress = match step {
-                QueueStep::Expired(_) => {
-                    self.cancel_waiting(&mut known);
-                    CallProgress::Fail(known.call.handle_expiry(&mut self.state, self.now))
-                }
-                QueueStep::Displaced(_) => {
-                    assert!(!known.joined, "a joined call keeps its place");
-                    self.displaced += 1;
-                    self.cancel_waiting(&mut known);
-                    CallProgress::Fail(known.call.handle_displacement(&mut self.state))
-                }
-                _ => known.call.handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng),
-            };
+            if let QueueStep::Displaced(_) = step {
+                assert!(!known.joined, "a joined call keeps its place");
+                self.displaced += 1;
+            }
+            if !matches!(step, QueueStep::AskStore(_)) {
+                self.cancel_waiting(&mut known);
+            }
+            let progress = known.call.handle_step(step, &self.rules, &mut self.state, self.now, &mut self.rng);
             self.advance(id, known, progress);
         }
     }
@@ -425,19 +420,21 @@ impl World {
     fn raise(&mut self, id: usize, lane: Lane) {
         let full = self.waiting(lane) >= self.rules.lanes.lanes[lane as usize].max_waiting as usize;
         let known = self.calls.get_mut(&id).expect("a call");
-        if known.beside.is_none() {
-            known.call.raise(lane, &mut self.state, self.now);
-            known.joined = true;
-            if matches!(known.stage, Stage::Sleeping(..)) {
-                known.lane = known.call.lane();
-            }
+        if known.beside.is_some() {
+            return;
         }
-        if known.beside.is_none() && matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
-            let raised = known.lane.max(lane);
-            // A full lane may make room for it, or not.
-            assert!(known.call.lane() == raised || full && known.call.lane() == known.lane);
-            known.lane = known.call.lane();
-            self.pump();
+        known.call.raise(lane, &mut self.state, self.now);
+        known.joined = true;
+        let (before, raised) = (known.lane, known.call.lane());
+        match known.stage {
+            Stage::Queued(_) | Stage::Asking(..) => {
+                // A full lane may make room for it, or not.
+                assert!(raised == before.max(lane) || full && raised == before);
+                known.lane = raised;
+                self.pump();
+            }
+            Stage::Sleeping(..) => known.lane = raised,
+            Stage::Sent(_) | Stage::Streaming(..) | Stage::Renewing => {}
         }
     }
 

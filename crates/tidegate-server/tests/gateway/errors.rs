@@ -291,7 +291,7 @@ async fn a_full_queue_is_reported_by_lane() {
              \"provider\":\"api\",\"attempts\":0}}"
         )
     };
-    // In a lane for which somebody waits, a new call takes the place of the oldest one whose turn it isn't.
+    // A new call takes the place of the oldest one behind the first.
     let mut users = Vec::new();
     for _ in 0..3 {
         let mut user = Peer::connect(gateway.address).await;

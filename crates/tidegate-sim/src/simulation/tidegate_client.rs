@@ -196,11 +196,7 @@ impl<'s> TidegateClient<'s> {
                 continue;
             };
             let call = &mut self.calls[slot].call;
-            let progress = match step {
-                QueueStep::Expired(_) => CallProgress::Fail(call.handle_expiry(&mut self.state, now)),
-                QueueStep::Displaced(_) => CallProgress::Fail(call.handle_displacement(&mut self.state)),
-                _ => call.handle_turn(&self.rules, &mut self.state, now, &mut self.rng),
-            };
+            let progress = call.handle_step(step, &self.rules, &mut self.state, now, &mut self.rng);
             self.advance(progress, slot, now);
         }
     }
