@@ -20,6 +20,12 @@
 //!   after a cut says nothing about the ceiling: the service may still count earlier calls.
 //! - After a cut there is a pause, in which the lower rate compensates for the excess of the higher one.
 //!
+//! A service may ask for a wait when it throttles, and no call is sent during it. Such a throttle also costs half of
+//! one for each call that the rate would have sent in that time. While the debt is larger than throttles without waits
+//! can make it, the rate isn't raised.
+//!
+//! A rate that the calls don't use is not known to be accepted. A throttle then leads to a cut of the rate of the calls.
+//!
 //! Replies that report a remaining amount and its reset time set a bound, up to which the rate rises without trial.
 
 use thiserror::Error;
@@ -54,10 +60,18 @@ const MAX_PAUSE: Span = Span::from_millis(250);
 const CREDIT_PER_SUCCESS: i64 = 10;
 /// The cost of a throttle, in the same unit.
 const CREDIT_PER_THROTTLE: i64 = 1_000;
-/// The largest credit: the cost of a small step with hundreds of calls under way.
-const MAX_CREDIT: i64 = 10 * CREDIT_PER_THROTTLE;
-/// The largest debt. Without this bound, a long outage would stop trials for an equally long time afterwards.
+/// The cost of a call that isn't sent because of a wait: half of a throttle, so that waits use about two in a hundred of
+/// the calls. With a full throttle, a new capacity is found too late.
+const COST_PER_MISSED_CALL: u128 = 500;
+/// The largest credit, in the cost of the last throttle: enough for a small step with hundreds of calls under way.
+const MAX_CREDIT_IN_THROTTLES: i64 = 10;
+/// The largest debt without waits. Without a bound, a long outage would stop trials for an equally long time afterwards.
 const MIN_CREDIT: i64 = -20 * CREDIT_PER_THROTTLE;
+/// The longest part of a wait that costs credit. Services ask for longer ones when a window or quota is used up, and a
+/// lower rate would have used it up as well.
+const MAX_COUNTED_WAIT: Span = Span::from_secs(2);
+/// The longest time over which the rate of the calls is averaged.
+const MAX_DEMAND_TIME: Span = Span::from_secs(4);
 
 /// An adaptive pace as written by the user. The bounds are times between two calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +125,32 @@ impl MonitorInterval {
     }
 }
 
+/// The calls without a gap of [`MIN_MONITOR_TIME`] between them.
+#[derive(Clone, Copy, Debug)]
+struct Demand {
+    since: Time,
+    calls: u32,
+}
+
+impl Demand {
+    fn record(&mut self, last_sent: Option<Time>, now: Time) {
+        if last_sent.is_none_or(|last| last + MIN_MONITOR_TIME <= now || last > now) {
+            *self = Self { since: now, calls: 0 };
+        } else if self.since + MAX_DEMAND_TIME <= now {
+            let half = Span::from_micros(now.since(self.since).as_micros() / 2);
+            *self = Self { since: self.since + half, calls: self.calls / 2 };
+        }
+        self.calls = self.calls.saturating_add(1);
+    }
+
+    /// The rate of the calls, and a tenth more because they are a small sample: throttles correct a rate that is too high,
+    /// but nothing soon corrects one that is too low. A few calls at once are no more than a low rate.
+    fn rate(&self, last_sent: Time) -> u64 {
+        let elapsed = last_sent.since(self.since).max(MIN_MONITOR_TIME);
+        u64::from(self.calls.max(MIN_SUCCESSES)) * (PER_SECOND / 10 * 11) / elapsed.as_micros()
+    }
+}
+
 /// The rate that the headers of replies allow.
 #[derive(Clone, Copy, Debug)]
 struct AdvertisedRate {
@@ -132,6 +172,8 @@ pub struct AdaptiveRate {
     sent_at: Option<Time>,
     paused_until: Time,
     monitor: MonitorInterval,
+    /// The time since which calls go at the rate.
+    rate_since: Time,
     /// The highest rate that was clean, as far as this is still assumed.
     clean_rate: Option<u64>,
     /// The lowest rate that was throttled, as far as this is still assumed.
@@ -144,6 +186,11 @@ pub struct AdaptiveRate {
     is_probing: bool,
     /// The credit for throttles, in thousandths of one.
     credit: i64,
+    /// The cost of the last wait that the service asked for, in the same unit.
+    wait_cost: i64,
+    demand: Demand,
+    /// True until the calls use the rate, so that successes show that it is accepted.
+    is_unused: bool,
     advertised: Option<AdvertisedRate>,
 }
 
@@ -169,12 +216,16 @@ impl AdaptiveRate {
             sent_at: None,
             paused_until: Time::ZERO,
             monitor: MonitorInterval::starting_at(Time::ZERO, MIN_SUCCESSES),
+            rate_since: Time::ZERO,
             clean_rate: None,
             throttled_rate: None,
             next_step: STARTUP_STEP,
             next_cut: FIRST_CUT,
             is_probing: false,
             credit: CREDIT_PER_THROTTLE,
+            wait_cost: 0,
+            demand: Demand { since: Time::ZERO, calls: 0 },
+            is_unused: true,
             advertised: None,
         })
     }
@@ -202,7 +253,9 @@ impl AdaptiveRate {
     pub fn sent(&mut self, now: Time) {
         if self.sent_at.is_none_or(|sent_at| sent_at > now + MAX_CLOCK_LAG) {
             self.monitor = MonitorInterval::starting_at(now, MIN_SUCCESSES);
+            self.rate_since = now;
         }
+        self.demand.record(self.sent_at, now);
         self.sent_at = Some(now);
         self.monitor.last_sent = now;
         self.monitor.sent = self.monitor.sent.saturating_add(1);
@@ -210,7 +263,7 @@ impl AdaptiveRate {
 
     /// Records that the service accepted a call sent at `sent_at`. `rest` is the remaining amount in its reply.
     pub fn succeeded(&mut self, sent_at: Time, rest: Option<RemainingAmount>, now: Time) {
-        self.credit = (self.credit + CREDIT_PER_SUCCESS).min(MAX_CREDIT);
+        self.credit = (self.credit + CREDIT_PER_SUCCESS).min(self.max_credit());
         self.update_advertised(rest, now);
         if sent_at < self.monitor.started_at {
             return;
@@ -225,11 +278,15 @@ impl AdaptiveRate {
 
     /// Records that a call that was sent at `sent_at` was throttled. `rest` is the remaining amount in its reply.
     pub fn throttled(&mut self, sent_at: Time, rest: Option<RemainingAmount>, now: Time) {
-        self.credit = (self.credit - CREDIT_PER_THROTTLE).max(MIN_CREDIT);
+        self.charge(CREDIT_PER_THROTTLE);
         self.update_advertised(rest, now);
-        if sent_at < self.monitor.started_at {
+        if sent_at < self.rate_since {
             return;
         }
+        if let Some(last_sent) = self.sent_at.filter(|_| self.is_unused) {
+            self.rate = self.rate.min(self.demand.rate(last_sent).max(self.slowest));
+        }
+        self.is_unused = false;
         // Hardly any call has succeeded since the last cut, so the calls before the cut may be the cause.
         let is_right_after_cut = self.next_cut > FIRST_CUT && self.monitor.succeeded < MIN_SUCCESSES;
         if !is_right_after_cut {
@@ -247,6 +304,17 @@ impl AdaptiveRate {
         self.next_step = SMALL_STEP;
         self.pause_for_excess(lower, now);
         self.start_interval(lower, self.paused_until);
+        self.rate_since = self.paused_until;
+    }
+
+    /// Records that no call will be sent for a time, because a throttled reply asked for it.
+    pub fn record_wait(&mut self, wait: Span, now: Time) {
+        let (from, until) = (self.monitor.started_at.max(now), now + wait);
+        if from < until {
+            self.monitor = MonitorInterval::starting_at(until, self.monitor.required_successes);
+            self.wait_cost = cost_of_wait(self.rate, wait);
+            self.charge(cost_of_wait(self.rate, until.since(from)));
+        }
     }
 
     /// Pauses for the time that the lower rate needs to compensate for the excess of this interval.
@@ -268,7 +336,8 @@ impl AdaptiveRate {
         }
         let due = u128::from(self.rate) * u128::from(self.monitor.last_sent.since(self.monitor.started_at).as_micros());
         // If fewer calls are sent than the rate allows, their success proves nothing.
-        if u128::from(self.monitor.sent) * u128::from(PER_SECOND) * 4 < due * 3 {
+        self.is_unused = u128::from(self.monitor.sent) * u128::from(PER_SECOND) * 4 < due * 3;
+        if self.is_unused {
             return self.start_interval(self.rate, now);
         }
         self.clean_rate = Some(self.rate);
@@ -281,7 +350,7 @@ impl AdaptiveRate {
                 self.throttled_rate = None;
                 raised(self.next_step.max(LARGE_STEP)).min(promised)
             }
-            (None, Some(ceiling)) if ceiling > raised(CEILING_MARGIN) => {
+            (None, Some(ceiling)) if ceiling > raised(CEILING_MARGIN) && self.credit >= MIN_CREDIT => {
                 (self.rate + (ceiling - self.rate) / 2).min(raised(LARGE_STEP))
             }
             (None, None) if self.next_step == STARTUP_STEP => raised(STARTUP_STEP),
@@ -309,11 +378,20 @@ impl AdaptiveRate {
 
     /// The largest step that the credit allows, in thousandths: the share of the calls under way that may be throttled.
     fn affordable_step(&self) -> u64 {
-        let credit = u64::try_from(self.credit).ok().filter(|_| self.credit >= CREDIT_PER_THROTTLE).unwrap_or(0);
+        let cost = CREDIT_PER_THROTTLE + self.wait_cost;
+        let throttles = if self.credit < cost { 0 } else { (self.credit * CREDIT_PER_THROTTLE / cost) as u64 };
         let under_way = u64::from(self.unconfirmed_calls().max(1));
         // The credit can't grow further, so waiting for more is useless.
-        let least = if self.credit == MAX_CREDIT { SMALL_STEP } else { 0 };
-        (credit / under_way).max(least)
+        let least = if self.credit == self.max_credit() { SMALL_STEP } else { 0 };
+        (throttles / under_way).max(least)
+    }
+
+    fn charge(&mut self, cost: i64) {
+        self.credit = (self.credit - cost).max(MIN_CREDIT - self.wait_cost);
+    }
+
+    fn max_credit(&self) -> i64 {
+        (CREDIT_PER_THROTTLE + self.wait_cost) * MAX_CREDIT_IN_THROTTLES
     }
 
     /// The number of calls of this interval without a success yet.
@@ -323,7 +401,10 @@ impl AdaptiveRate {
 
     fn start_interval(&mut self, rate: u64, now: Time) {
         let excess = rate.saturating_sub(self.rate) * PER_MILLE / self.rate.max(1);
-        self.rate = rate.clamp(self.slowest, self.fastest);
+        let rate = rate.clamp(self.slowest, self.fastest);
+        if self.rate != rate {
+            (self.rate, self.rate_since) = (rate, now);
+        }
         self.is_probing = false;
         self.monitor =
             MonitorInterval::starting_at(now, ((PER_MILLE / excess.max(SMALL_STEP)) as u32).max(MIN_SUCCESSES));
@@ -349,6 +430,13 @@ impl AdaptiveRate {
 
 fn per_second(interval: Span) -> u64 {
     PER_SECOND.div_ceil(interval.as_micros().max(1))
+}
+
+/// The cost of the calls that a rate would send during a wait.
+fn cost_of_wait(rate: u64, wait: Span) -> i64 {
+    let micros = wait.min(MAX_COUNTED_WAIT).as_micros();
+    let cost = u128::from(rate) * u128::from(micros) * COST_PER_MISSED_CALL / u128::from(PER_SECOND);
+    i64::try_from(cost).expect("invariant: below 10^12 * 2 * 10^6 * 500 / 10^12")
 }
 
 fn interval_of(rate: u64) -> Span {

@@ -5,7 +5,7 @@
 //!
 //! After a closing, callers are released one at a time, a stagger apart, because all would otherwise come at once.
 //! After a success, slots become shorter: each twenty staggers, the rate of release rises by that of the first. This ends
-//! with the first unused slot, or after a hundred staggers.
+//! with the first unused slot, or after a hundred staggers. If a pace spaces the calls anyway, it is skipped.
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Backoff, Span, Time};
@@ -13,8 +13,6 @@ use crate::{Backoff, Span, Time};
 /// The minimum time for which an open gate is kept: longer than any call is in flight, to recognize late replies.
 const MIN_RETENTION: Span = Span::from_secs(3600);
 
-/// After a success, callers are released one at a time for at most this many staggers.
-const MAX_RELEASE_STAGGERS: u64 = 100;
 /// The time in which the rate of release rises by one caller per stagger, in staggers.
 const STAGGERS_PER_RISE: u64 = 20;
 
@@ -28,11 +26,14 @@ pub struct Cooldown {
     pub cap: Span,
     /// The time between two released callers. Default 100 ms.
     pub stagger: Span,
+    /// The longest time for which callers are released one at a time after a success. Default 10 s.
+    pub max_release_time: Span,
 }
 
 impl Default for Cooldown {
     fn default() -> Self {
-        Self { base: Span::from_secs(1), cap: Span::from_secs(60), stagger: Span::from_millis(100) }
+        let stagger = Span::from_millis(100);
+        Self { base: Span::from_secs(1), cap: Span::from_secs(60), stagger, max_release_time: stagger.times(100) }
     }
 }
 
@@ -76,17 +77,12 @@ impl Cooldown {
         self.cap.max(MIN_RETENTION)
     }
 
-    /// The longest time for which callers are released one at a time after a success.
-    pub fn max_release_time(&self) -> Span {
-        self.stagger.times(MAX_RELEASE_STAGGERS)
-    }
-
     /// True if a success has proven the credential and the waiting callers have been released.
     fn can_stay_open(&self, gate: &CooldownGate, now: Time) -> bool {
         let is_idle = gate.last_event_at + self.stagger.times(2) <= now;
         gate.closings_in_row == 0
             && gate.last_event_at >= gate.opens_at
-            && (is_idle || gate.opens_at + self.max_release_time() <= now)
+            && (is_idle || gate.opens_at + self.max_release_time <= now)
     }
 
     /// The time at which the gate admits a caller: `now` if it does, [`Time::NEVER`] if it was closed permanently. If
@@ -98,7 +94,7 @@ impl Cooldown {
         } else if gate.last_event_at < gate.opens_at {
             gate.opens_at
         } else if gate.closings_in_row == 0 {
-            (gate.last_event_at + self.slot_length(&gate)).min(gate.opens_at + self.max_release_time())
+            (gate.last_event_at + self.slot_length(&gate)).min(gate.opens_at + self.max_release_time)
         } else {
             gate.last_event_at + self.stagger
         };
@@ -183,8 +179,12 @@ mod tests {
     use super::*;
     use std::vec::Vec;
 
-    const COOLDOWN: Cooldown =
-        Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(200) };
+    const COOLDOWN: Cooldown = Cooldown {
+        base: Span::from_secs(1),
+        cap: Span::from_secs(8),
+        stagger: Span::from_millis(200),
+        max_release_time: Span::from_secs(20),
+    };
     const YEAR: Span = Span::from_secs(365 * 86_400);
 
     fn at(millis: u64) -> Time {
@@ -227,7 +227,7 @@ mod tests {
             now = COOLDOWN.free_at(gate, now);
         }
         assert_eq!(COOLDOWN.closing_length(u8::MAX), Span::from_secs(8));
-        let widest = Cooldown { base: Span::MAX, cap: Span::MAX, stagger: Span::MAX };
+        let widest = Cooldown { base: Span::MAX, cap: Span::MAX, stagger: Span::MAX, max_release_time: Span::MAX };
         let last = Time::NEVER - Span::from_micros(1);
         widest.record_throttle(&mut gate, u32::MAX, Some(Span::MAX), last);
         assert_eq!((widest.free_at(gate, last), widest.idle_at(&gate)), (Time::NEVER, Time::NEVER));

@@ -66,7 +66,7 @@ impl Pace {
     }
 
     /// Records the end of a call that was sent at `sent_at`. A responsive pace ignores `rest`, the remaining amount in
-    /// its reply. A wait that a reply asks for closes its credential's gate, because a pace applies to all calls.
+    /// its reply.
     pub fn ended(&mut self, sent_at: Time, class: Class, rest: Option<RemainingAmount>, now: Time, rng: &mut impl Rng) {
         match (self, class) {
             (Self::Responsive(responsive), Class::Throttled) if responsive.is_current(sent_at, now) => {
@@ -82,6 +82,13 @@ impl Pace {
             (Self::Adaptive(adaptive), Class::Throttled) => adaptive.throttled(sent_at, rest, now),
             (Self::Adaptive(adaptive), Class::Success | Class::Permanent) => adaptive.succeeded(sent_at, rest, now),
             (Self::Adaptive(_), Class::Transient | Class::Auth | Class::Cancelled) => {}
+        }
+    }
+
+    /// Records that no call will be sent for a time, because a throttled reply asked for it.
+    pub fn record_wait(&mut self, wait: Span, now: Time) {
+        if let Self::Adaptive(adaptive) = self {
+            adaptive.record_wait(wait, now);
         }
     }
 }

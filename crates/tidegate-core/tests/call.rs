@@ -69,7 +69,7 @@ struct World {
 
 impl World {
     fn new(kind: LimitKind, lanes: LanesSpec, credentials: usize) -> Self {
-        let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
+        let cooldown = Cooldown { cap: Span::from_secs(8), ..Cooldown::default() };
         let settles = kind.settles();
         let limits = Limits::new(vec![Limit::new(kind), Limit::new(LimitKind::Cooldown(cooldown))]).unwrap();
         let limits = Arc::new(limits);

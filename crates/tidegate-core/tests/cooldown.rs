@@ -12,6 +12,7 @@ fn any_cooldown(random: &mut RandomSource) -> Cooldown {
         base: Span::from_millis(random.pick(&[1, 300, 1_000])),
         cap: Span::from_millis(random.pick(&[1_000, 8_000, 20_000])),
         stagger: Span::from_millis(random.pick(&[0, 10, 200])),
+        max_release_time: Span::from_millis(random.pick(&[0, 1_000, 20_000])),
     }
 }
 
@@ -73,14 +74,16 @@ impl Naive {
     }
 
     /// Checks if the calls that waited for the gate have ended.
-    fn look_around(&mut self, stagger: Span, now: Time) {
-        let gone = |last: Time| last + stagger.times(2) <= now || self.until() + stagger.times(100) <= now;
+    fn look_around(&mut self, cooldown: &Cooldown, now: Time) {
+        let Cooldown { stagger, max_release_time, .. } = *cooldown;
+        let gone = |last: Time| last + stagger.times(2) <= now || self.until() + max_release_time <= now;
         if self.steps() == 0 && self.released().is_some_and(gone) {
             self.events.push(Event::Deserted);
         }
     }
 
-    fn free_at(&self, stagger: Span, now: Time) -> Time {
+    fn free_at(&self, cooldown: &Cooldown, now: Time) -> Time {
+        let Cooldown { stagger, max_release_time, .. } = *cooldown;
         let until = self.until();
         if until > now {
             return until;
@@ -89,10 +92,10 @@ impl Naive {
         if self.steps() > 0 {
             return now.max(last + stagger);
         }
-        // Up to five a stagger: one more after each twenty staggers.
-        let slots = (1..5).filter(|rise| until + stagger.times(20 * rise) <= last).count() as u64 + 1;
+        // One more in a stagger after each twenty staggers.
+        let slots = (1..=100).filter(|rise| until + stagger.times(20 * rise) <= last).count() as u64 + 1;
         let slot = Span::from_micros(stagger.as_micros() / slots);
-        now.max((until + stagger.times(100)).min(last + slot))
+        now.max((until + max_release_time).min(last + slot))
     }
 }
 
@@ -104,8 +107,8 @@ fn random_histories_agree_with_the_model() {
         // Calls in flight: their generation, and the event that admitted them.
         let mut calls: Vec<(u32, usize)> = Vec::new();
         while !random.is_exhausted() {
-            naive.look_around(cooldown.stagger, now);
-            let free_at = naive.free_at(cooldown.stagger, now);
+            naive.look_around(&cooldown, now);
+            let free_at = naive.free_at(&cooldown, now);
             if cooldown.free_at(gate, now) != free_at {
                 return Err(format!("{:?}, expected {free_at:?} at {now:?} of {gate:?}", cooldown.free_at(gate, now)));
             }

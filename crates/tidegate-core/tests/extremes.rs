@@ -51,8 +51,9 @@ fn any_kind(random: &mut RandomSource) -> Result<LimitKind, LimitError> {
             .map(|window| LimitKind::Window(window.with_lead(Span::from_micros(other)))),
         1 => Rate::new(number, span, other).map(LimitKind::Rate),
         3 => {
-            let [base, cap, stagger] = [number, other, any_number(random)].map(Span::from_micros);
-            Ok(LimitKind::Cooldown(Cooldown { base, cap, stagger }))
+            let numbers = [number, other, any_number(random), any_number(random)];
+            let [base, cap, stagger, max_release_time] = numbers.map(Span::from_micros);
+            Ok(LimitKind::Cooldown(Cooldown { base, cap, stagger, max_release_time }))
         }
         4 => {
             let (up, down) = (any_number(random) as u32, any_number(random) as u16);

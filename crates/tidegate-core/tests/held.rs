@@ -40,7 +40,7 @@ struct Provider {
 
 impl Provider {
     fn new(kind: LimitKind, of: Of, measure: Measure, credentials: u64) -> Self {
-        let cooldown = Cooldown { base: Span::from_secs(1), cap: Span::from_secs(8), stagger: Span::from_millis(100) };
+        let cooldown = Cooldown { cap: Span::from_secs(8), ..Cooldown::default() };
         let settles = kind.settles();
         let limits = Arc::new(Limits::new(vec![Limit::new(kind), Limit::new(LimitKind::Cooldown(cooldown))]).unwrap());
         let ceilings = || [ProviderLimit { limit: LimitId::FIRST, measure, settles }].into();

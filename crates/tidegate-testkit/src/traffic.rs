@@ -361,6 +361,7 @@ fn random_limit(random: &mut RandomSource, wanted: PlanContents, lead: Span) -> 
                 base,
                 cap,
                 stagger: random.pick(&[stagger, Span::ZERO, Span::from_millis(1)]),
+                max_release_time: random.pick(&[stagger.times(100), stagger.times(10), Span::ZERO]),
             }))
         }
     };

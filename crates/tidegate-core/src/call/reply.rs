@@ -141,7 +141,6 @@ impl Call {
         }
         let is_alone = rules.credential_keys.len() == 1;
         if let Some(pace) = &mut state.pace {
-            // The requested wait is handled by the credential's cool-down.
             pace.ended(sent.sent_at, reply.class, reply.remaining.calls.filter(|_| is_alone), now, rng);
             state.lanes.clear_refusals();
         }
@@ -187,6 +186,9 @@ impl Call {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     state.pool.set_closed_until(sent.credential, now + requested_wait, now);
+                    if let Some(pace) = state.pace.as_mut().filter(|_| is_alone) {
+                        pace.record_wait(requested_wait, now);
+                    }
                     if let Some(quota) = reply.spent_quota {
                         state.pool.set_spent_quota(sent.credential, quota, now + requested_wait);
                     }

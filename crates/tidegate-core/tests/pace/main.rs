@@ -16,7 +16,7 @@ use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::random::case_count;
 
 use rivals::{Aimd, Cubic, Paced, Shared};
-use service::{Distance, FAR, Governor, LIMITERS, Limiter, NEAR, Score, run};
+use service::{ASKING, Distance, FAR, Governor, LIMITERS, Limiter, NEAR, Score, run};
 
 const NAMES: [&str; 6] = ["adaptive", "classic", "steady", "steady, spaced", "AIMD", "CUBIC"];
 
@@ -76,6 +76,15 @@ fn adaptive_pace_limits_throttling_at_long_latencies() {
     for limiter in LIMITERS {
         let score = worst("adaptive", limiter, FAR, case_count(2, 8));
         assert!(score.goodput >= 940 && score.throttled < 20, "{limiter:?}: {score:?}");
+    }
+}
+
+/// Each throttle then costs a second, so that an excess of one in a hundred would cost most of the time.
+#[test]
+fn adaptive_pace_saves_throttles_that_ask_for_waits() {
+    for limiter in LIMITERS {
+        let score = worst("adaptive", limiter, ASKING, case_count(4, 16));
+        assert!(score.goodput >= 910 && score.throttled < 5, "{limiter:?}: {score:?}");
     }
 }
 

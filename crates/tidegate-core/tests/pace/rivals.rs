@@ -25,6 +25,10 @@ impl Governor for Paced {
         self.pace.ended(sent_at, class, None, now, &mut self.rng);
         Span::ZERO
     }
+
+    fn record_wait(&mut self, wait: Span, now: Time) {
+        self.pace.record_wait(wait, now);
+    }
 }
 
 /// Workers that share a pacer. Each sleeps for as long as the pacer says.

@@ -19,10 +19,15 @@ pub(crate) struct Distance {
     pub(crate) replies: (u64, u64),
     /// The time for which the service keeps a capacity, in seconds.
     pub(crate) stretch: u64,
+    /// The wait that a refusal asks for. All workers keep it.
+    pub(crate) asked_wait: Span,
 }
 
-pub(crate) const NEAR: Distance = Distance { workers: 32, replies: (20_000, 200_000), stretch: 100 };
-pub(crate) const FAR: Distance = Distance { workers: 600, replies: (1_500_000, 2_500_000), stretch: 1_000 };
+pub(crate) const NEAR: Distance =
+    Distance { workers: 32, replies: (20_000, 200_000), stretch: 100, asked_wait: Span::ZERO };
+/// A service that asks for a second, although it has room earlier.
+pub(crate) const ASKING: Distance = Distance { stretch: 1_000, asked_wait: Span::from_secs(1), ..NEAR };
+pub(crate) const FAR: Distance = Distance { workers: 600, replies: (1_500_000, 2_500_000), stretch: 1_000, ..NEAR };
 
 /// The controller of the calls: the pace under test, or a rival.
 pub(crate) trait Governor {
@@ -31,6 +36,8 @@ pub(crate) trait Governor {
     fn sent(&mut self, now: Time);
     /// Records the end of a call. Returns the time for which its own worker sleeps.
     fn ended(&mut self, sent_at: Time, throttled: bool, now: Time) -> Span;
+    /// Records that no worker will send a call for a time.
+    fn record_wait(&mut self, _wait: Span, _now: Time) {}
 }
 
 /// The algorithm of the service's limit.
@@ -108,7 +115,7 @@ enum Happening {
 
 /// Lets the workers call in all stretches. The transit time to the service varies by up to 50 µs.
 pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Distance, seed: u64) -> Score {
-    let Distance { workers, replies: (quickest, slowest), stretch } = distance;
+    let Distance { workers, replies: (quickest, slowest), stretch, asked_wait } = distance;
     let mut random = RandomSource::from_seed(seed);
     let tokens = CAPACITY[0] * 500_000;
     let mut service = Service { limiter, stretch, admitted: VecDeque::new(), tokens, filled_at: test_time(0) };
@@ -124,7 +131,7 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Dista
     }
     // The number of workers that wait for the governor, and the time at which it is asked again.
     let (mut waiting, mut asks_at) = (0_usize, Time::NEVER);
-    let (mut taken, mut refused) = (0_u64, 0_u64);
+    let (mut taken, mut refused, mut closed_until) = (0_u64, 0_u64, Time::ZERO);
     loop {
         let next = happenings.peek().map_or(Time::NEVER, |Reverse((at, _, _))| *at);
         let now = next.min(asks_at);
@@ -144,13 +151,17 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Dista
                 }
                 Happening::Replies(sent_at, admitted) => {
                     let sleeps = governor.ended(sent_at, !admitted, now);
+                    if !admitted && !asked_wait.is_zero() {
+                        closed_until = now + asked_wait;
+                        governor.record_wait(asked_wait, now);
+                    }
                     push(&mut happenings, now + sleeps, Happening::Wants);
                 }
             }
         }
         asks_at = Time::NEVER;
         while waiting > 0 {
-            let go_at = governor.next_at(now);
+            let go_at = governor.next_at(now).max(closed_until);
             if go_at > now {
                 asks_at = go_at;
                 break;

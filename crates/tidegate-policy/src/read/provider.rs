@@ -11,7 +11,7 @@ use super::forms::{Bytes, Custom, DURATION, FLAG, LIMITS, Maybe, Quantities, TAB
 use super::lanes::{BACKGROUND, USER, WEBHOOK};
 use super::login::{CREDENTIAL_PLACEHOLDER, LOGIN};
 use super::pace::{PACE, PACE_KINDS, PaceKind};
-use super::provider_limits::OutboundLimits;
+use super::provider_limits::{OutboundLimits, ProviderTraits};
 use super::replies::{CACHE, COST, THROTTLED};
 use super::resilience::{ADAPTIVE, BREAKER, BUDGET, COOLDOWN, OFF_OR_ON, RETRY};
 use super::urls::KEY_PLACEHOLDER;
@@ -20,7 +20,7 @@ use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
-use crate::outbound::{Auth, BaseUrl, ErrorFormat, Login, ProviderConfig};
+use crate::outbound::{Auth, BaseUrl, ErrorFormat, Login, PaceConfig, ProviderConfig};
 use crate::secret::SecretSource;
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, read_keys, setting_keys};
@@ -121,9 +121,14 @@ impl DocumentReader<'_> {
         let (base_url, auth, credentials) = (base_url?, auth?, credentials?);
         let (auth, credentials) = self.check_auth(&section, base_url.as_ref(), auth, credentials, login.as_ref())?;
         self.check_preset_requirements(&section, base_url.as_ref(), user_agent.as_ref())?;
-        let (login, sequential) = (login?, sequential?);
-        let rules = self.rules(&section, collected, credentials.len(), login.is_some(), sequential, cost.as_ref())?;
-        let (mut rules, hours) = rules;
+        let (login, sequential, pace) = (login?, sequential?, pace?);
+        let traits = ProviderTraits {
+            credentials: credentials.len(),
+            renews: login.is_some(),
+            sequential,
+            is_paced: pace != PaceConfig::Limits,
+        };
+        let (mut rules, hours) = self.rules(&section, collected, traits, cost.as_ref())?;
         let mut breaker = breaker?;
         self.make_room_for_attempts(table, &mut rules, breaker.as_mut());
         let throttled_when = throttled_when?;
@@ -157,7 +162,7 @@ impl DocumentReader<'_> {
             shared: shared?,
             hours,
             cost: cost?,
-            pace: pace?,
+            pace,
             rules_without_keys: CallRules { lead: lead?.min(rules.lead), tracks_remaining: learn_limits?, ..rules },
         })
     }

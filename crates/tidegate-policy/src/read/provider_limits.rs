@@ -25,6 +25,8 @@ const CALLS_PER_LANE_TURN: u64 = 3;
 const WINDOW_ENTRIES: u64 = 4096;
 /// The shortest time between two callers that are released after a cool-down.
 const MIN_STAGGER: Span = Span::from_millis(1);
+/// The staggers after which all callers are released.
+const RELEASE_STAGGERS: u64 = 100;
 /// The addition to the spacing of a rate's calls: a share of the spacing in thousandths, and its upper bound.
 ///
 /// A provider with a rate counts arrivals. Of two calls that start one spacing apart, the second may travel faster. It
@@ -84,15 +86,22 @@ impl OutboundLimits {
     }
 }
 
+/// The settings of a provider that its rules depend on.
+#[derive(Clone, Copy)]
+pub(super) struct ProviderTraits {
+    pub(super) credentials: usize,
+    pub(super) renews: bool,
+    pub(super) sequential: bool,
+    pub(super) is_paced: bool,
+}
+
 impl DocumentReader<'_> {
     /// Returns the rules of a provider, whose keys are not set yet, and the hours of the background lane.
     pub(super) fn rules(
         &mut self,
         section: &ProviderSection<'_>,
         collected: &mut OutboundLimits,
-        credentials: usize,
-        renews: bool,
-        sequential: bool,
+        ProviderTraits { credentials, renews, sequential, is_paced }: ProviderTraits,
         cost: Option<&Option<CostRules>>,
     ) -> Option<(CallRules, Option<HoursOfDay>)> {
         let table = &section.table;
@@ -136,7 +145,10 @@ impl DocumentReader<'_> {
         let lane_limits = lanes.into_iter().map(|lane| add(&format!(".{}", lane.lane.name()), lane.limits, false));
         let lane_limits: Vec<Box<[ProviderLimit]>> =
             lane_limits.map(|limits| limits.map(Vec::into_boxed_slice)).collect::<Option<_>>()?;
-        let cooldown = self.add_cooldown(section, collected, cooldown?, stagger)?;
+        // With a pace, callers that were released one at a time as well would only come too slowly.
+        let max_release_time = if is_paced { Span::ZERO } else { stagger.times(RELEASE_STAGGERS) };
+        let (base, cap) = cooldown?;
+        let cooldown = self.add_cooldown(section, collected, Cooldown { base, cap, stagger, max_release_time })?;
         self.check_batch_size(section, &provider_limits, &credential_limits, &lane_limits)?;
         if sequential {
             lane_rules = [lane_rules[Lane::User as usize]; 3];
@@ -174,16 +186,16 @@ impl DocumentReader<'_> {
         &mut self,
         section: &ProviderSection<'_>,
         collected: &mut OutboundLimits,
-        (base, cap): (Span, Span),
-        stagger: Span,
+        cooldown: Cooldown,
     ) -> Option<LimitId> {
+        let Cooldown { base, cap, .. } = cooldown;
         let info = OutboundLimitInfo {
             name: format!("{}.cooldown", section.name),
             quantity: None,
             description: format!("cools down for {} when it is throttled", description::describe_waits(base, 2, cap)),
             per_credential: true,
         };
-        self.add_outbound_limit(collected, LimitKind::Cooldown(Cooldown { base, cap, stagger }), info, section.name_at)
+        self.add_outbound_limit(collected, LimitKind::Cooldown(cooldown), info, section.name_at)
     }
 
     /// Reads quantities of calls or of their cost; none if the key is absent.

@@ -270,7 +270,7 @@ impl BatchCodec<'_> {
                 buffer.push_span(cooldown.base);
                 buffer.push_span(cooldown.cap);
                 buffer.push_span(cooldown.stagger);
-                buffer.push_span(cooldown.max_release_time());
+                buffer.push_span(cooldown.max_release_time);
                 buffer.push_span(cooldown.retention());
                 buffer.push_number(match op.verb {
                     Verb::Throttle { generation } | Verb::Success { generation } => u64::from(generation),

@@ -30,14 +30,14 @@ impl CooldownHistory {
     pub(super) fn status(&self, cooldown: &Cooldown, now: Time) -> ModelStatus {
         let left = self.as_of(cooldown, now);
         // After a success, slots become shorter with the time from the closing's end, and all callers are admitted at once
-        // from 100 staggers after it.
+        // from the release time after it.
         let proven_since = left.closed_until().filter(|_| left.backoff_steps() == 0);
         let slot_end = |at: Time| match proven_since {
             None => at + cooldown.stagger,
             Some(until) => {
                 let rises = at.since(until).as_micros() / cooldown.stagger.times(20).as_micros().max(1);
                 let slot = Span::from_micros(cooldown.stagger.as_micros() / (1 + rises));
-                (at + slot).min(until + cooldown.stagger.times(100))
+                (at + slot).min(until + cooldown.max_release_time)
             }
         };
         let deciding = left.events_since_nobody_waited().iter().rev().find_map(|event| match *event {
@@ -137,9 +137,8 @@ impl CooldownHistory {
             CooldownEvent::LetThrough(at) => Some(Some(at)),
             _ => None,
         });
-        let since = |moment: Time, staggers| moment + cooldown.stagger.times(staggers) <= now;
         if let (Some(Some(last)), Some(until), 0) = (released, left.closed_until(), left.backoff_steps())
-            && (since(last, 2) || since(until, 100))
+            && (last + cooldown.stagger.times(2) <= now || until + cooldown.max_release_time <= now)
         {
             left.0.push(CooldownEvent::NobodyWaits);
         }

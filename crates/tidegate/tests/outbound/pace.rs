@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::outbound::{Attempt, AttemptOutcome, CallErrorKind, CallOptions, Provider, Upstream};
+use tidegate::outbound::{Attempt, AttemptOutcome, AttemptReport, CallErrorKind, CallOptions, Provider, Upstream};
 use tidegate::store::Memory;
 use tidegate::{Clock as _, Span, Time};
 use tidegate_core::Lane;
@@ -18,6 +18,7 @@ use crate::common::{Answers, GOOD, Log, THROTTLED, options, provider, spawn, sta
 #[derive(Clone)]
 struct Hidden {
     capacity: usize,
+    refusal: AttemptReport,
     taken: Arc<Mutex<VecDeque<Time>>>,
     asked: Arc<Mutex<Vec<(Time, bool)>>>,
     clock: TokioClock,
@@ -39,15 +40,15 @@ impl Upstream for Hidden {
         };
         self.asked.lock().unwrap().push((now, takes));
         tokio::time::sleep(Duration::from_millis(10)).await;
-        AttemptOutcome { value: (), report: if takes { GOOD } else { THROTTLED } }
+        AttemptOutcome { value: (), report: if takes { GOOD } else { self.refusal } }
     }
 }
 
 /// Lets 32 workers call for two minutes. Returns two figures for the second minute: the accepted calls, in thousandths
 /// of the server's capacity, and the throttled calls, in thousandths of all calls.
-async fn worked(api: &Provider<Memory, TokioClock>, capacity: usize) -> (usize, usize) {
+async fn worked(api: &Provider<Memory, TokioClock>, capacity: usize, refusal: AttemptReport) -> (usize, usize) {
     let (taken, asked, clock) = (Arc::default(), Arc::default(), *api.clock());
-    let server = Hidden { capacity, taken, asked, clock };
+    let server = Hidden { capacity, refusal, taken, asked, clock };
     let began = clock.now();
     let mut workers = JoinSet::new();
     for _ in 0..32 {
@@ -68,14 +69,22 @@ async fn worked(api: &Provider<Memory, TokioClock>, capacity: usize) -> (usize, 
 #[tokio::test(start_paused = true)]
 async fn adaptive_pace_finds_an_unknown_limit() {
     let api = provider("limit = \"100/s\"\npace = \"adaptive\"\ntimeout = \"60s\"\nretry = { max_attempts = 1 }");
-    let (goodput, throttled) = worked(&api, 50).await;
+    let (goodput, throttled) = worked(&api, 50, THROTTLED).await;
     assert!(goodput >= 950 && throttled < 20, "{goodput} ‰ of what it takes, {throttled} ‰ throttled");
+}
+
+/// A cool-down of a second that came as often as one in a hundred calls would cost a third of the time.
+#[tokio::test(start_paused = true)]
+async fn adaptive_pace_saves_asked_waits() {
+    let api = provider("limit = \"100/s\"\npace = \"adaptive\"\ntimeout = \"60s\"\nretry = { max_attempts = 1 }");
+    let (goodput, throttled) = worked(&api, 50, throttled_for(1)).await;
+    assert!(goodput >= 920 && throttled < 5, "{goodput} ‰ of what it takes, {throttled} ‰ throttled");
 }
 
 #[tokio::test(start_paused = true)]
 async fn adaptive_pace_stays_below_the_limit() {
     let api = provider("limit = \"20/s\"\npace = \"adaptive\"\ntimeout = \"60s\"\nretry = { max_attempts = 1 }");
-    let (goodput, throttled) = worked(&api, 50).await;
+    let (goodput, throttled) = worked(&api, 50, THROTTLED).await;
     assert!((350..=400).contains(&goodput) && throttled == 0, "{goodput} ‰ of what it takes, {throttled} ‰ throttled");
 }
 
