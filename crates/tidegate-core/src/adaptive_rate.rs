@@ -21,10 +21,11 @@
 //! - After a cut there is a pause, in which the lower rate compensates for the excess of the higher one.
 //!
 //! A service may ask for a wait when it throttles, and no call is sent during it. Such a throttle also costs half of
-//! one for each call that the rate would have sent in that time. While the debt is larger than throttles without waits
-//! can make it, the rate isn't raised.
+//! one for each call that the rate would have sent in the first minute of that time. While the debt is larger than
+//! throttles without waits can make it, no rate is raised below a ceiling.
 //!
-//! A rate that the calls don't use is not known to be accepted. A throttle then leads to a cut of the rate of the calls.
+//! A rate that the calls don't use is not known to be accepted. A throttle then cuts from the calls' own rate, if they
+//! come at least every half second.
 //!
 //! Replies that report a remaining amount and its reset time set a bound, up to which the rate rises without trial.
 
@@ -67,9 +68,8 @@ const COST_PER_MISSED_CALL: u128 = 500;
 const MAX_CREDIT_IN_THROTTLES: i64 = 10;
 /// The largest debt without waits. Without a bound, a long outage would stop trials for an equally long time afterwards.
 const MIN_CREDIT: i64 = -20 * CREDIT_PER_THROTTLE;
-/// The longest part of a wait that costs credit. Services ask for longer ones when a window or quota is used up, and a
-/// lower rate would have used it up as well.
-const MAX_COUNTED_WAIT: Span = Span::from_secs(2);
+/// The longest part of a wait that costs credit. Longer ones are those of used-up quotas, which no rate prevents.
+const MAX_COUNTED_WAIT: Span = Span::from_secs(60);
 /// The longest time over which the rate of the calls is averaged.
 const MAX_DEMAND_TIME: Span = Span::from_secs(4);
 
@@ -134,13 +134,17 @@ struct Demand {
 
 impl Demand {
     fn record(&mut self, last_sent: Option<Time>, now: Time) {
-        if last_sent.is_none_or(|last| last + MIN_MONITOR_TIME <= now || last > now) {
+        if last_sent.is_none_or(|last| last + MIN_MONITOR_TIME <= now || last > now + MAX_CLOCK_LAG) {
             *self = Self { since: now, calls: 0 };
         } else if self.since + MAX_DEMAND_TIME <= now {
             let half = Span::from_micros(now.since(self.since).as_micros() / 2);
             *self = Self { since: self.since + half, calls: self.calls / 2 };
         }
         self.calls = self.calls.saturating_add(1);
+    }
+
+    fn is_long(&self, last_sent: Option<Time>) -> bool {
+        last_sent.is_some_and(|last_sent| self.since + MIN_MONITOR_TIME <= last_sent)
     }
 
     /// The rate of the calls, and a tenth more because they are a small sample: throttles correct a rate that is too high,
@@ -172,7 +176,7 @@ pub struct AdaptiveRate {
     sent_at: Option<Time>,
     paused_until: Time,
     monitor: MonitorInterval,
-    /// The time since which calls go at the rate.
+    /// The time since which the rate is the same. Calls sent before say nothing about it.
     rate_since: Time,
     /// The highest rate that was clean, as far as this is still assumed.
     clean_rate: Option<u64>,
@@ -189,7 +193,7 @@ pub struct AdaptiveRate {
     /// The cost of the last wait that the service asked for, in the same unit.
     wait_cost: i64,
     demand: Demand,
-    /// True until the calls use the rate, so that successes show that it is accepted.
+    /// True if the calls of the last interval were too few to show that the rate is accepted, and before the first one.
     is_unused: bool,
     advertised: Option<AdvertisedRate>,
 }
@@ -244,14 +248,18 @@ impl AdaptiveRate {
         let in_doubt = self.unconfirmed_calls() >= MAX_PROBE_CALLS;
         let rate = self.clean_rate.filter(|_| self.is_probing && in_doubt).unwrap_or(self.rate);
         let spacing = interval_of(bound.map_or(rate, |bound| rate.min(bound.rate)));
-        // The bound is for a clock that has stepped back: otherwise the time can't be further away.
-        let next = self.sent_at.map_or(now, |sent_at| (sent_at + spacing).min(now + spacing));
-        next.max(self.paused_until.min(now + MAX_PAUSE))
+        // A time further away is one from before the clock stepped back.
+        let next =
+            self.sent_at.filter(|sent_at| *sent_at <= now + MAX_CLOCK_LAG).map_or(now, |sent_at| sent_at + spacing);
+        let pause = Some(self.paused_until).filter(|until| *until <= now + MAX_PAUSE + MAX_CLOCK_LAG);
+        next.max(pause.unwrap_or(now))
     }
 
     /// Records that a call is sent.
     pub fn sent(&mut self, now: Time) {
-        if self.sent_at.is_none_or(|sent_at| sent_at > now + MAX_CLOCK_LAG) {
+        // The clock has stepped back, or a wait has ended early.
+        let is_ahead = |time: Time| time > now + MAX_CLOCK_LAG;
+        if self.sent_at.is_none_or(is_ahead) || is_ahead(self.monitor.started_at) {
             self.monitor = MonitorInterval::starting_at(now, MIN_SUCCESSES);
             self.rate_since = now;
         }
@@ -283,15 +291,20 @@ impl AdaptiveRate {
         if sent_at < self.rate_since {
             return;
         }
+        self.wait_cost = 0;
+        let tried = self.rate;
         if let Some(last_sent) = self.sent_at.filter(|_| self.is_unused) {
             self.rate = self.rate.min(self.demand.rate(last_sent).max(self.slowest));
         }
-        self.is_unused = false;
         // Hardly any call has succeeded since the last cut, so the calls before the cut may be the cause.
         let is_right_after_cut = self.next_cut > FIRST_CUT && self.monitor.succeeded < MIN_SUCCESSES;
         if !is_right_after_cut {
-            self.throttled_rate = Some(self.throttled_rate.map_or(self.rate, |ceiling| ceiling.min(self.rate)));
+            // The rate of a few calls says little.
+            let is_ceiling = !self.is_unused || self.demand.is_long(self.sent_at);
+            let throttled = if is_ceiling { self.rate } else { tried };
+            self.throttled_rate = Some(self.throttled_rate.map_or(throttled, |ceiling| ceiling.min(throttled)));
         }
+        self.is_unused = false;
         let lower = match self.clean_rate.filter(|clean| *clean < self.rate) {
             Some(clean) => clean,
             None => {
@@ -313,7 +326,7 @@ impl AdaptiveRate {
         if from < until {
             self.monitor = MonitorInterval::starting_at(until, self.monitor.required_successes);
             self.wait_cost = cost_of_wait(self.rate, wait);
-            self.charge(cost_of_wait(self.rate, until.since(from)));
+            self.charge(self.wait_cost - cost_of_wait(self.rate, from.since(now)));
         }
     }
 
@@ -436,7 +449,7 @@ fn per_second(interval: Span) -> u64 {
 fn cost_of_wait(rate: u64, wait: Span) -> i64 {
     let micros = wait.min(MAX_COUNTED_WAIT).as_micros();
     let cost = u128::from(rate) * u128::from(micros) * COST_PER_MISSED_CALL / u128::from(PER_SECOND);
-    i64::try_from(cost).expect("invariant: below 10^12 * 2 * 10^6 * 500 / 10^12")
+    i64::try_from(cost).expect("invariant: at most 10^12 * 6 * 10^7 * 500 / 10^12")
 }
 
 fn interval_of(rate: u64) -> Span {

@@ -5,7 +5,7 @@
 //!
 //! After a closing, callers are released one at a time, a stagger apart, because all would otherwise come at once.
 //! After a success, slots become shorter: each twenty staggers, the rate of release rises by that of the first. This ends
-//! with the first unused slot, or after a hundred staggers. If a pace spaces the calls anyway, it is skipped.
+//! with the first unused slot, or after the longest release time. A time of zero releases all callers at once.
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Backoff, Span, Time};
@@ -26,7 +26,8 @@ pub struct Cooldown {
     pub cap: Span,
     /// The time between two released callers. Default 100 ms.
     pub stagger: Span,
-    /// The longest time for which callers are released one at a time after a success. Default 10 s.
+    /// The longest time for which callers are released one at a time after a success. Zero releases all at the first
+    /// success. Default 10 s.
     pub max_release_time: Span,
 }
 

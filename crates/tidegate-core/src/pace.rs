@@ -95,9 +95,8 @@ impl Pace {
 
 impl ResponsivePace {
     fn next_at(&self, now: Time) -> Time {
-        let wait = Span::from_duration(self.pacer.interval());
-        // It is later only if the clock has stepped back.
-        (self.sent_at + wait).min(now + wait)
+        // If the last call is in the future, the clock has stepped back since.
+        if self.sent_at > now + MAX_CLOCK_LAG { now } else { self.sent_at + Span::from_duration(self.pacer.interval()) }
     }
 
     /// True if a call sent at `sent_at` was sent at the current pace.

@@ -186,7 +186,7 @@ impl Call {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     state.pool.set_closed_until(sent.credential, now + requested_wait, now);
-                    if let Some(pace) = state.pace.as_mut().filter(|_| is_alone) {
+                    if let Some(pace) = state.pace.as_mut().filter(|_| is_alone && reply.spent_quota.is_none()) {
                         pace.record_wait(requested_wait, now);
                     }
                     if let Some(quota) = reply.spent_quota {

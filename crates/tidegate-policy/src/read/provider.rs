@@ -126,7 +126,7 @@ impl DocumentReader<'_> {
             credentials: credentials.len(),
             renews: login.is_some(),
             sequential,
-            is_paced: pace != PaceConfig::Limits,
+            is_spaced_by_pace: matches!(pace, PaceConfig::Adaptive(_)) && shared == Some(false),
         };
         let (mut rules, hours) = self.rules(&section, collected, traits, cost.as_ref())?;
         let mut breaker = breaker?;

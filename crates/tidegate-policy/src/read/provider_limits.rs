@@ -92,7 +92,8 @@ pub(super) struct ProviderTraits {
     pub(super) credentials: usize,
     pub(super) renews: bool,
     pub(super) sequential: bool,
-    pub(super) is_paced: bool,
+    /// True if an adaptive pace spaces all calls by the credentials.
+    pub(super) is_spaced_by_pace: bool,
 }
 
 impl DocumentReader<'_> {
@@ -101,7 +102,7 @@ impl DocumentReader<'_> {
         &mut self,
         section: &ProviderSection<'_>,
         collected: &mut OutboundLimits,
-        ProviderTraits { credentials, renews, sequential, is_paced }: ProviderTraits,
+        ProviderTraits { credentials, renews, sequential, is_spaced_by_pace }: ProviderTraits,
         cost: Option<&Option<CostRules>>,
     ) -> Option<(CallRules, Option<HoursOfDay>)> {
         let table = &section.table;
@@ -145,8 +146,8 @@ impl DocumentReader<'_> {
         let lane_limits = lanes.into_iter().map(|lane| add(&format!(".{}", lane.lane.name()), lane.limits, false));
         let lane_limits: Vec<Box<[ProviderLimit]>> =
             lane_limits.map(|limits| limits.map(Vec::into_boxed_slice)).collect::<Option<_>>()?;
-        // With a pace, callers that were released one at a time as well would only come too slowly.
-        let max_release_time = if is_paced { Span::ZERO } else { stagger.times(RELEASE_STAGGERS) };
+        // This process has learnt how often calls are accepted, and spaces them.
+        let max_release_time = if is_spaced_by_pace { Span::ZERO } else { stagger.times(RELEASE_STAGGERS) };
         let (base, cap) = cooldown?;
         let cooldown = self.add_cooldown(section, collected, Cooldown { base, cap, stagger, max_release_time })?;
         self.check_batch_size(section, &provider_limits, &credential_limits, &lane_limits)?;

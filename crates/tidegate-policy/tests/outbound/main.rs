@@ -74,6 +74,25 @@ fn a_preset_and_credentials_are_enough() {
 }
 
 #[test]
+fn an_adaptive_pace_takes_the_place_of_releases() {
+    for (settings, secs) in [
+        ("", 10),
+        ("pace = \"adaptive\"", 0),
+        ("pace = \"adaptive\"\nshared = true", 10),
+        ("pace = \"responsive\"", 10),
+        ("limit = \"5/s\"", 20),
+    ] {
+        let text = format!("[outbound.provider.api]\nbase_url = \"https://api.test\"\n{settings}");
+        let outbound = outbound(&text);
+        let rules = rules(outbound.find("api").unwrap());
+        let LimitKind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
+            panic!("no cool-down")
+        };
+        assert_eq!(cooldown.max_release_time, Span::from_secs(secs), "{settings}");
+    }
+}
+
+#[test]
 fn lanes_fill_in_unset_provider_settings() {
     let secs = Span::from_secs;
     let lanes = |text: &str| {
