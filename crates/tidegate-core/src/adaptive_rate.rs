@@ -7,7 +7,7 @@
 //! above the ceiling is tried only when enough credit is earned.
 //!
 //! Time is divided into monitor intervals of one rate each. An interval is clean after enough successes to reveal an
-//! excess of the size of its last step. It ends with the first throttle of its calls, so its throttles count as one.
+//! excess of the size of its last step. It ends with the first throttle at its rate, so its throttles count as one.
 //!
 //! - Until the first throttle, each clean interval doubles the rate.
 //! - Later, if no ceiling is known, each raises the rate by 3 %, 9 %, 27 % and then 30 %, or by less if the credit
@@ -21,11 +21,12 @@
 //! - After a cut there is a pause, in which the lower rate compensates for the excess of the higher one.
 //!
 //! A service may ask for a wait when it throttles, and no call is sent during it. Such a throttle also costs half of
-//! one for each call that the rate would have sent in the first minute of that time. While the debt is larger than
-//! throttles without waits can make it, no rate is raised below a ceiling.
+//! one for each call that the rate would have sent in the first 10 s of that time. While the debt is larger than
+//! throttles without waits can make it, no rate is raised below a ceiling. As long as the waits keep most calls back, each
+//! cut is twice the last one.
 //!
-//! A rate that the calls don't use is not known to be accepted. A throttle then cuts from the calls' own rate, if they
-//! come at least every half second.
+//! A rate that the calls don't use is not known to be accepted. A throttle then cuts from the calls' own rate. If they are
+//! few, or a higher rate was accepted before, the ceiling stays, and the wait costs nothing.
 //!
 //! Replies that report a remaining amount and its reset time set a bound, up to which the rate rises without trial.
 
@@ -43,8 +44,10 @@ const LARGE_STEP: u64 = 300;
 const STARTUP_STEP: u64 = 1_000;
 /// The distance to a ceiling at which the rate stays.
 const CEILING_MARGIN: u64 = 15;
-/// The first cut below a rate that was considered clean. Each further one is up to twice as large, at most half.
+/// The first cut below a rate that was considered clean. Each further one is up to twice as large.
 const FIRST_CUT: u64 = 30;
+/// The largest cut.
+const MAX_CUT: u64 = 250;
 /// The smallest number of successes that show that a rate is clean.
 const MIN_SUCCESSES: u32 = 8;
 /// The number of successes that show it if the step is small.
@@ -63,13 +66,13 @@ const CREDIT_PER_SUCCESS: i64 = 10;
 const CREDIT_PER_THROTTLE: i64 = 1_000;
 /// The cost of a call that isn't sent because of a wait: half of a throttle, so that waits use about two in a hundred of
 /// the calls. With a full throttle, a new capacity is found too late.
-const COST_PER_MISSED_CALL: u128 = 500;
+const COST_PER_MISSED_CALL: i64 = 500;
 /// The largest credit, in the cost of the last throttle: enough for a small step with hundreds of calls under way.
 const MAX_CREDIT_IN_THROTTLES: i64 = 10;
 /// The largest debt without waits. Without a bound, a long outage would stop trials for an equally long time afterwards.
 const MIN_CREDIT: i64 = -20 * CREDIT_PER_THROTTLE;
-/// The longest part of a wait that costs credit. Longer ones are those of used-up quotas, which no rate prevents.
-const MAX_COUNTED_WAIT: Span = Span::from_secs(60);
+/// The longest part of a wait that costs credit. The full cost of a minute would delay the next trial by an hour.
+const MAX_COUNTED_WAIT: Span = Span::from_secs(10);
 /// The longest time over which the rate of the calls is averaged.
 const MAX_DEMAND_TIME: Span = Span::from_secs(4);
 
@@ -143,6 +146,7 @@ impl Demand {
         self.calls = self.calls.saturating_add(1);
     }
 
+    /// True if the calls have come for at least [`MIN_MONITOR_TIME`].
     fn is_long(&self, last_sent: Option<Time>) -> bool {
         last_sent.is_some_and(|last_sent| self.since + MIN_MONITOR_TIME <= last_sent)
     }
@@ -192,8 +196,13 @@ pub struct AdaptiveRate {
     credit: i64,
     /// The cost of the last wait that the service asked for, in the same unit.
     wait_cost: i64,
+    /// The successes since the rate changed or a call was throttled.
+    accepted: u32,
     demand: Demand,
+    /// True if the rate is that of few calls, while a higher one may be accepted.
+    is_guess: bool,
     /// True if the calls of the last interval were too few to show that the rate is accepted, and before the first one.
+    /// False after a throttle.
     is_unused: bool,
     advertised: Option<AdvertisedRate>,
 }
@@ -228,6 +237,8 @@ impl AdaptiveRate {
             is_probing: false,
             credit: CREDIT_PER_THROTTLE,
             wait_cost: 0,
+            accepted: 0,
+            is_guess: false,
             demand: Demand { since: Time::ZERO, calls: 0 },
             is_unused: true,
             advertised: None,
@@ -257,9 +268,7 @@ impl AdaptiveRate {
 
     /// Records that a call is sent.
     pub fn sent(&mut self, now: Time) {
-        // The clock has stepped back, or a wait has ended early.
-        let is_ahead = |time: Time| time > now + MAX_CLOCK_LAG;
-        if self.sent_at.is_none_or(is_ahead) || is_ahead(self.monitor.started_at) {
+        if self.sent_at.is_none_or(|sent_at| sent_at > now + MAX_CLOCK_LAG) {
             self.monitor = MonitorInterval::starting_at(now, MIN_SUCCESSES);
             self.rate_since = now;
         }
@@ -277,6 +286,7 @@ impl AdaptiveRate {
             return;
         }
         self.monitor.succeeded = self.monitor.succeeded.saturating_add(1);
+        self.accepted = self.accepted.saturating_add(1);
         if self.monitor.succeeded >= self.monitor.required_successes
             && self.monitor.started_at + MIN_MONITOR_TIME <= now
         {
@@ -291,29 +301,32 @@ impl AdaptiveRate {
         if sent_at < self.rate_since {
             return;
         }
-        self.wait_cost = 0;
+        let costs_most_calls = self.costs_most_calls();
+        (self.wait_cost, self.accepted) = (0, 0);
         let tried = self.rate;
+        self.is_guess = self.is_unused && (self.clean_rate.is_some() || !self.demand.is_long(self.sent_at));
         if let Some(last_sent) = self.sent_at.filter(|_| self.is_unused) {
             self.rate = self.rate.min(self.demand.rate(last_sent).max(self.slowest));
         }
         // Hardly any call has succeeded since the last cut, so the calls before the cut may be the cause.
         let is_right_after_cut = self.next_cut > FIRST_CUT && self.monitor.succeeded < MIN_SUCCESSES;
         if !is_right_after_cut {
-            // The rate of a few calls says little.
-            let is_ceiling = !self.is_unused || self.demand.is_long(self.sent_at);
-            let throttled = if is_ceiling { self.rate } else { tried };
+            let throttled = if self.is_guess { tried } else { self.rate };
             self.throttled_rate = Some(self.throttled_rate.map_or(throttled, |ceiling| ceiling.min(throttled)));
         }
         self.is_unused = false;
         let lower = match self.clean_rate.filter(|clean| *clean < self.rate) {
             Some(clean) => clean,
             None => {
-                let share = (PER_MILLE / u64::from(self.monitor.succeeded + 1)).clamp(FIRST_CUT, self.next_cut);
-                self.next_cut = if share < self.next_cut { FIRST_CUT } else { (self.next_cut * 2).min(PER_MILLE / 2) };
+                let least = if costs_most_calls { self.next_cut } else { FIRST_CUT };
+                let share = (PER_MILLE / u64::from(self.monitor.succeeded + 1)).clamp(least, self.next_cut);
+                self.next_cut = if share < self.next_cut { FIRST_CUT } else { (self.next_cut * 2).min(MAX_CUT) };
                 self.rate * (PER_MILLE - share) / PER_MILLE
             }
         };
-        self.clean_rate = None;
+        if !self.is_guess {
+            self.clean_rate = None;
+        }
         self.next_step = SMALL_STEP;
         self.pause_for_excess(lower, now);
         self.start_interval(lower, self.paused_until);
@@ -325,6 +338,9 @@ impl AdaptiveRate {
         let (from, until) = (self.monitor.started_at.max(now), now + wait);
         if from < until {
             self.monitor = MonitorInterval::starting_at(until, self.monitor.required_successes);
+            if self.is_guess {
+                return;
+            }
             self.wait_cost = cost_of_wait(self.rate, wait);
             self.charge(self.wait_cost - cost_of_wait(self.rate, from.since(now)));
         }
@@ -340,7 +356,9 @@ impl AdaptiveRate {
     }
 
     fn finish_clean_interval(&mut self, now: Time) {
-        self.next_cut = FIRST_CUT;
+        if !self.costs_most_calls() {
+            self.next_cut = FIRST_CUT;
+        }
         if self.is_probing {
             // The service accepted the few trial calls: now all calls go at this rate.
             self.is_probing = false;
@@ -399,6 +417,11 @@ impl AdaptiveRate {
         (throttles / under_way).max(least)
     }
 
+    /// True if four times the calls that were accepted since the last wait are fewer than those that it kept back.
+    fn costs_most_calls(&self) -> bool {
+        i64::from(self.accepted) * 4 * COST_PER_MISSED_CALL < self.wait_cost
+    }
+
     fn charge(&mut self, cost: i64) {
         self.credit = (self.credit - cost).max(MIN_CREDIT - self.wait_cost);
     }
@@ -416,7 +439,7 @@ impl AdaptiveRate {
         let excess = rate.saturating_sub(self.rate) * PER_MILLE / self.rate.max(1);
         let rate = rate.clamp(self.slowest, self.fastest);
         if self.rate != rate {
-            (self.rate, self.rate_since) = (rate, now);
+            (self.rate, self.rate_since, self.accepted) = (rate, now, 0);
         }
         self.is_probing = false;
         self.monitor =
@@ -448,8 +471,8 @@ fn per_second(interval: Span) -> u64 {
 /// The cost of the calls that a rate would send during a wait.
 fn cost_of_wait(rate: u64, wait: Span) -> i64 {
     let micros = wait.min(MAX_COUNTED_WAIT).as_micros();
-    let cost = u128::from(rate) * u128::from(micros) * COST_PER_MISSED_CALL / u128::from(PER_SECOND);
-    i64::try_from(cost).expect("invariant: at most 10^12 * 6 * 10^7 * 500 / 10^12")
+    let cost = u128::from(rate) * u128::from(micros) * COST_PER_MISSED_CALL as u128 / u128::from(PER_SECOND);
+    i64::try_from(cost).expect("invariant: at most 10^12 * 10^7 * 500 / 10^12")
 }
 
 fn interval_of(rate: u64) -> Span {

@@ -5,7 +5,7 @@
 //!
 //! After a closing, callers are released one at a time, a stagger apart, because all would otherwise come at once.
 //! After a success, slots become shorter: each twenty staggers, the rate of release rises by that of the first. This ends
-//! with the first unused slot, or after the longest release time. A time of zero releases all callers at once.
+//! with the first unused slot, or after the longest release time. If it is zero, the first success releases all.
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Backoff, Span, Time};

@@ -82,9 +82,12 @@ fn adaptive_pace_limits_throttling_at_long_latencies() {
 /// Each throttle then costs a second, so that an excess of one in a hundred would cost most of the time.
 #[test]
 fn adaptive_pace_saves_throttles_that_ask_for_waits() {
-    for limiter in LIMITERS {
-        let score = worst("adaptive", limiter, ASKING, case_count(4, 16));
-        assert!(score.goodput >= 910 && score.throttled < 5, "{limiter:?}: {score:?}");
+    for (wait, least) in [(1, 910), (10, 600)] {
+        for limiter in LIMITERS {
+            let distance = Distance { asked_wait: Span::from_secs(wait), ..ASKING };
+            let score = worst("adaptive", limiter, distance, case_count(4, 16));
+            assert!(score.goodput >= least && score.throttled < 5, "{limiter:?}, {wait} s: {score:?}");
+        }
     }
 }
 
@@ -163,15 +166,26 @@ fn an_outage_without_waits_forgives_their_cost() {
 
 #[test]
 fn a_throttle_of_rare_calls_forgets_no_rate() {
-    for wait in [Span::ZERO, SECOND] {
+    for (gap, wait) in [(800, 0), (800, 1), (800, 10), (80, 0), (80, 1), (80, 10)] {
+        let (gap, wait) = (Span::from_millis(gap), Span::from_secs(wait));
         let mut adaptive = fresh();
-        serve(&mut adaptive, (0, 300), wait, Span::ZERO);
-        serve(&mut adaptive, (300, 310), wait, Span::from_millis(800));
-        adaptive.sent(test_time(310_000));
-        adaptive.throttled(test_time(310_000), None, test_time(310_010));
-        adaptive.record_wait(wait, test_time(310_010));
-        let rates = [(312, 322), (322, 342)].map(|range| serve(&mut adaptive, range, wait, Span::ZERO));
-        assert!(rates[0] >= 25 && rates[1] >= 50, "{wait}: {rates:?}");
+        serve(&mut adaptive, (0, 300), SECOND, Span::ZERO);
+        serve(&mut adaptive, (300, 400), SECOND, gap);
+        adaptive.sent(test_time(400_000));
+        adaptive.throttled(test_time(400_000), None, test_time(400_010));
+        adaptive.record_wait(wait, test_time(400_010));
+        let rates = [(411, 421), (421, 441)].map(|range| serve(&mut adaptive, range, SECOND, Span::ZERO));
+        assert!(rates[0] >= 25 && rates[1] >= 50, "{gap}, {wait}: {rates:?}");
+    }
+}
+
+#[test]
+fn a_rate_far_too_high_is_found_in_spite_of_waits() {
+    let spec = AdaptiveRateSpec { initial: Span::from_millis(1), ..AdaptiveRateSpec::default() };
+    for wait in [1, 10] {
+        let mut adaptive = AdaptiveRate::new(spec).unwrap();
+        let rates = [(0, 300), (300, 600)].map(|range| serve(&mut adaptive, range, Span::from_secs(wait), Span::ZERO));
+        assert!(rates[1] >= 40, "{wait} s: {rates:?}");
     }
 }
 
@@ -187,21 +201,7 @@ fn callers_that_overtake_each_other_prove_their_rate() {
     assert!(adaptive.interval() < Span::from_millis(3), "{}", adaptive.interval());
 }
 
-#[test]
-fn a_clock_step_back_within_a_wait_stops_no_learning() {
-    let mut adaptive =
-        AdaptiveRate::new(AdaptiveRateSpec { initial: Span::from_secs(10), ..AdaptiveRateSpec::default() }).unwrap();
-    adaptive.sent(test_time(3_600_000));
-    adaptive.throttled(test_time(3_600_000), None, test_time(3_600_010));
-    adaptive.record_wait(Span::from_secs(3_600), test_time(3_600_010));
-    let before = adaptive.interval();
-    drive(&mut adaptive, test_time(5_400_000), test_time(6_600_000), |adaptive, sent_at, now| {
-        adaptive.succeeded(sent_at, None, now);
-    });
-    assert!(adaptive.interval() < before, "{before}");
-}
-
-/// Half a second after half a second, the rate was the same. Only calls that were sent before it changed say nothing.
+/// Calls of an earlier interval at the same rate count, too.
 #[test]
 fn a_throttle_counts_at_the_rate_of_its_call() {
     let mut adaptive = fresh();

@@ -146,7 +146,7 @@ impl DocumentReader<'_> {
         let lane_limits = lanes.into_iter().map(|lane| add(&format!(".{}", lane.lane.name()), lane.limits, false));
         let lane_limits: Vec<Box<[ProviderLimit]>> =
             lane_limits.map(|limits| limits.map(Vec::into_boxed_slice)).collect::<Option<_>>()?;
-        // This process has learnt how often calls are accepted, and spaces them.
+        // The pace spaces the calls instead.
         let max_release_time = if is_spaced_by_pace { Span::ZERO } else { stagger.times(RELEASE_STAGGERS) };
         let (base, cap) = cooldown?;
         let cooldown = self.add_cooldown(section, collected, Cooldown { base, cap, stagger, max_release_time })?;
