@@ -136,9 +136,13 @@ struct Demand {
 }
 
 impl Demand {
-    fn record(&mut self, last_sent: Option<Time>, now: Time) {
-        if last_sent.is_none_or(|last| last + MIN_MONITOR_TIME <= now || last > now + MAX_CLOCK_LAG) {
-            *self = Self { since: now, calls: 0 };
+    const fn starting_at(now: Time) -> Self {
+        Self { since: now, calls: 0 }
+    }
+
+    fn record(&mut self, last_sent: Time, now: Time) {
+        if last_sent + MIN_MONITOR_TIME <= now {
+            *self = Self::starting_at(now);
         } else if self.since + MAX_DEMAND_TIME <= now {
             let half = Span::from_micros(now.since(self.since).as_micros() / 2);
             *self = Self { since: self.since + half, calls: self.calls / 2 };
@@ -239,7 +243,7 @@ impl AdaptiveRate {
             wait_cost: 0,
             accepted: 0,
             is_guess: false,
-            demand: Demand { since: Time::ZERO, calls: 0 },
+            demand: Demand::starting_at(Time::ZERO),
             is_unused: true,
             advertised: None,
         })
@@ -270,9 +274,9 @@ impl AdaptiveRate {
     pub fn sent(&mut self, now: Time) {
         if self.sent_at.is_none_or(|sent_at| sent_at > now + MAX_CLOCK_LAG) {
             self.monitor = MonitorInterval::starting_at(now, MIN_SUCCESSES);
-            self.rate_since = now;
+            (self.rate_since, self.demand) = (now, Demand::starting_at(now));
         }
-        self.demand.record(self.sent_at, now);
+        self.demand.record(self.sent_at.unwrap_or(now), now);
         self.sent_at = Some(now);
         self.monitor.last_sent = now;
         self.monitor.sent = self.monitor.sent.saturating_add(1);
@@ -338,11 +342,10 @@ impl AdaptiveRate {
         let (from, until) = (self.monitor.started_at.max(now), now + wait);
         if from < until {
             self.monitor = MonitorInterval::starting_at(until, self.monitor.required_successes);
-            if self.is_guess {
-                return;
+            if !self.is_guess {
+                self.wait_cost = cost_of_wait(self.rate, wait);
+                self.charge(self.wait_cost - cost_of_wait(self.rate, from.since(now)));
             }
-            self.wait_cost = cost_of_wait(self.rate, wait);
-            self.charge(self.wait_cost - cost_of_wait(self.rate, from.since(now)));
         }
     }
 

@@ -34,7 +34,8 @@ pub struct Cooldown {
 impl Default for Cooldown {
     fn default() -> Self {
         let stagger = Span::from_millis(100);
-        Self { base: Span::from_secs(1), cap: Span::from_secs(60), stagger, max_release_time: stagger.times(100) }
+        let max_release_time = stagger.times(Self::RELEASE_STAGGERS);
+        Self { base: Span::from_secs(1), cap: Span::from_secs(60), stagger, max_release_time }
     }
 }
 
@@ -52,6 +53,9 @@ pub struct CooldownGate {
 }
 
 impl Cooldown {
+    /// The usual [`max_release_time`](Self::max_release_time), in staggers.
+    pub const RELEASE_STAGGERS: u64 = 100;
+
     /// The length of the n-th closing, n counted from 1: `min(base · 2^(n−1), cap)`.
     pub fn closing_length(&self, step: u8) -> Span {
         Backoff::exponential(self.base, self.cap).base_wait(u32::from(step))

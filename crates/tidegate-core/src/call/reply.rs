@@ -186,11 +186,10 @@ impl Call {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     state.pool.set_closed_until(sent.credential, now + requested_wait, now);
-                    if let Some(pace) = state.pace.as_mut().filter(|_| is_alone && reply.spent_quota.is_none()) {
-                        pace.record_wait(requested_wait, now);
-                    }
                     if let Some(quota) = reply.spent_quota {
                         state.pool.set_spent_quota(sent.credential, quota, now + requested_wait);
+                    } else if let Some(pace) = state.pace.as_mut().filter(|_| is_alone) {
+                        pace.record_wait(requested_wait, now);
                     }
                 }
             }

@@ -24,6 +24,11 @@ fn fresh() -> AdaptiveRate {
     AdaptiveRate::new(AdaptiveRateSpec::default()).unwrap()
 }
 
+/// A pace that starts with this time between two calls, in milliseconds.
+fn starting_at(initial: u64) -> AdaptiveRate {
+    AdaptiveRate::new(AdaptiveRateSpec { initial: Span::from_millis(initial), ..AdaptiveRateSpec::default() }).unwrap()
+}
+
 fn governor(name: &str, seed: u64) -> Box<dyn Governor> {
     let rng = SmallRng::seed_from_u64(seed);
     // Settings for a service of about this speed. With the defaults, 32 workers that all fail at first would continue
@@ -139,8 +144,7 @@ const SECOND: Span = Span::from_secs(1);
 
 #[test]
 fn a_throttle_of_first_calls_forgets_no_rate() {
-    let spec = AdaptiveRateSpec { initial: Span::from_millis(20), ..AdaptiveRateSpec::default() };
-    let mut adaptive = AdaptiveRate::new(spec).unwrap();
+    let mut adaptive = starting_at(20);
     for call in 0..5 {
         adaptive.sent(test_time(20 * call));
     }
@@ -181,9 +185,8 @@ fn a_throttle_of_rare_calls_forgets_no_rate() {
 
 #[test]
 fn a_rate_far_too_high_is_found_in_spite_of_waits() {
-    let spec = AdaptiveRateSpec { initial: Span::from_millis(1), ..AdaptiveRateSpec::default() };
     for wait in [1, 10] {
-        let mut adaptive = AdaptiveRate::new(spec).unwrap();
+        let mut adaptive = starting_at(1);
         let rates = [(0, 300), (300, 600)].map(|range| serve(&mut adaptive, range, Span::from_secs(wait), Span::ZERO));
         assert!(rates[1] >= 40, "{wait} s: {rates:?}");
     }
@@ -191,8 +194,7 @@ fn a_rate_far_too_high_is_found_in_spite_of_waits() {
 
 #[test]
 fn callers_that_overtake_each_other_prove_their_rate() {
-    let spec = AdaptiveRateSpec { initial: Span::from_millis(1), ..AdaptiveRateSpec::default() };
-    let mut adaptive = AdaptiveRate::new(spec).unwrap();
+    let mut adaptive = starting_at(1);
     for call in 0..1_000 {
         adaptive.sent(test_time(2 * call));
     }
@@ -206,9 +208,7 @@ fn callers_that_overtake_each_other_prove_their_rate() {
 fn a_throttle_counts_at_the_rate_of_its_call() {
     let mut adaptive = fresh();
     for (sent_at, counts) in [(0, false), (2_000, true)] {
-        let mut sent = 0;
         drive(&mut adaptive, test_time(0), test_time(2_500), |adaptive, sent_at, now| {
-            sent += 1;
             adaptive.succeeded(sent_at, None, now);
         });
         let before = adaptive.interval();

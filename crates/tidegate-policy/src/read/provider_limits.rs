@@ -25,8 +25,6 @@ const CALLS_PER_LANE_TURN: u64 = 3;
 const WINDOW_ENTRIES: u64 = 4096;
 /// The shortest time between two callers that are released after a cool-down.
 const MIN_STAGGER: Span = Span::from_millis(1);
-/// The staggers after which all callers are released.
-const RELEASE_STAGGERS: u64 = 100;
 /// The addition to the spacing of a rate's calls: a share of the spacing in thousandths, and its upper bound.
 ///
 /// A provider with a rate counts arrivals. Of two calls that start one spacing apart, the second may travel faster. It
@@ -87,7 +85,6 @@ impl OutboundLimits {
 }
 
 /// The settings of a provider that its rules depend on.
-#[derive(Clone, Copy)]
 pub(super) struct ProviderTraits {
     pub(super) credentials: usize,
     pub(super) renews: bool,
@@ -147,7 +144,7 @@ impl DocumentReader<'_> {
         let lane_limits: Vec<Box<[ProviderLimit]>> =
             lane_limits.map(|limits| limits.map(Vec::into_boxed_slice)).collect::<Option<_>>()?;
         // The pace spaces the calls instead.
-        let max_release_time = if is_spaced_by_pace { Span::ZERO } else { stagger.times(RELEASE_STAGGERS) };
+        let max_release_time = if is_spaced_by_pace { Span::ZERO } else { stagger.times(Cooldown::RELEASE_STAGGERS) };
         let (base, cap) = cooldown?;
         let cooldown = self.add_cooldown(section, collected, Cooldown { base, cap, stagger, max_release_time })?;
         self.check_batch_size(section, &provider_limits, &credential_limits, &lane_limits)?;
@@ -189,11 +186,13 @@ impl DocumentReader<'_> {
         collected: &mut OutboundLimits,
         cooldown: Cooldown,
     ) -> Option<LimitId> {
-        let Cooldown { base, cap, .. } = cooldown;
         let info = OutboundLimitInfo {
             name: format!("{}.cooldown", section.name),
             quantity: None,
-            description: format!("cools down for {} when it is throttled", description::describe_waits(base, 2, cap)),
+            description: format!(
+                "cools down for {} when it is throttled",
+                description::describe_waits(cooldown.base, 2, cooldown.cap)
+            ),
             per_credential: true,
         };
         self.add_outbound_limit(collected, LimitKind::Cooldown(cooldown), info, section.name_at)

@@ -189,7 +189,8 @@ pub(super) fn counted_ahead<B: Backend>(backend: &B, options: &ConformanceOption
 /// after it.
 pub(super) fn concurrent_throttles<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), String> {
     let base = Span::from_secs(3_600);
-    let cooldown = Cooldown { base, cap: base.times(8), stagger: base, max_release_time: base.times(100) };
+    let cooldown =
+        Cooldown { base, cap: base.times(8), stagger: base, max_release_time: base.times(Cooldown::RELEASE_STAGGERS) };
     let (limits, ids) = build_limits([Ok(LimitKind::Cooldown(cooldown))])?;
     let subject = StoreUnderTest::open(backend, &limits);
     let can_set_time = subject.set_now(start_time());
