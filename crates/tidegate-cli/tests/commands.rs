@@ -684,15 +684,7 @@ fn commands_change_the_state_of_a_running_gate() {
     assert!(status == 0 && text.starts_with("login: blocked for "), "{text}");
     let (status, text) = ask(&[&["reset"][..], &login].concat());
     assert!(status == 0 && text.starts_with("login: reset; "), "{text}");
-    // Lines are written after the answers.
-    let is_written = || gate.read_file("stderr").contains("change=\"reset\" action=login ip=203.0.113.7");
-    for _ in 0..250 {
-        if is_written() {
-            break;
-        }
-        thread::sleep(Duration::from_millis(20));
-    }
-    assert!(is_written(), "{}", gate.read_file("stderr"));
+    gate.wait_for_line("change=\"reset\" action=login ip=203.0.113.7", Duration::from_secs(5));
 
     let paused = "weather: paused; calls are refused until `tidegate resume weather`\n";
     assert_eq!(ask(&["pause", "weather"]), done(paused));

@@ -388,8 +388,8 @@ fn nginx_may_name_an_action() {
     let Some(_nginx) = pages(&snippet, upstream, front) else { return };
     // Without api.deny_status = 403, nginx turns the refusal into a 500.
     assert_eq!(["/a?action=b", "/b", "/c"].map(|path| through(front, path)), [200, 500, 500]);
-    let log = gate.read_file("stderr");
-    assert_eq!(log.matches("set api.deny_status = 403").count(), 1, "{log}");
+    gate.wait_for_line("set api.deny_status = 403", Duration::from_secs(10));
+    assert_eq!(gate.line_count("set api.deny_status = 403"), 1);
 }
 
 /// Caddy passes its client's query string on, unless the guide's `uri` has one.
@@ -518,10 +518,13 @@ fn descriptor_limit_is_raised_and_compared_with_caps() {
             .env("TIDEGATE__INBOUND__CAPS__CONNECTIONS", "100")
             .env("TIDEGATE__API__LISTEN", "off")
             .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{port}"));
-        let gate = ChildProcess::start(command, scratch, port);
+        let mut gate = ChildProcess::start(command, scratch, port);
         let limits = std::fs::read_to_string(format!("/proc/{}/limits", gate.id())).unwrap_or_default();
         let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files")?.split_whitespace().next());
-        (soft.map(str::to_owned), gate.read_file("stderr").contains("fewer file descriptors"))
+        // At its end, all lines of the log are written.
+        gate.send_signal("TERM");
+        gate.wait().expect("the gate ends");
+        (soft.map(str::to_owned), gate.line_count("fewer file descriptors") > 0)
     };
     let linux = |limit: &str| cfg!(target_os = "linux").then(|| limit.to_owned());
     // 100 twice, 64 of the admin listener, and 64 others.

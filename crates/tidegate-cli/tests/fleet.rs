@@ -68,23 +68,6 @@ impl Gate {
         let decision: serde_json::Value = serde_json::from_str(&answer.body).expect("a decision");
         decision["remaining"].as_u64().expect("what is left")
     }
-
-    /// The number of log lines with this text.
-    fn log_count(&self, what: &str) -> usize {
-        [self.running.read_file("stdout"), self.running.read_file("stderr")]
-            .iter()
-            .map(|text| text.matches(what).count())
-            .sum()
-    }
-
-    fn wait_for_log(&self, what: &str, within: Duration) -> Duration {
-        let start = Instant::now();
-        while self.log_count(what) == 0 {
-            assert!(start.elapsed() < within, "the log doesn't say {what:?}:\n{}", self.running.read_file("stdout"));
-            sleep(Duration::from_millis(20));
-        }
-        start.elapsed()
-    }
 }
 
 fn question(action: &str, key: &str, cost: u64) -> String {
@@ -251,7 +234,7 @@ fn check_survival(failure: Failure) {
         sleep(outage / 2);
         let restored_at = redis.end(failure);
         for gate in &gates {
-            let took = gate.wait_for_log("the store is back", Duration::from_secs(5));
+            let took = gate.running.wait_for_line("the store is back", Duration::from_secs(5));
             assert!(took <= Duration::from_secs(2), "{failure:?}: back after {took:?}");
         }
         sleep(Duration::from_secs(2));
@@ -282,7 +265,11 @@ fn check_survival(failure: Failure) {
     // together admit twice as much.
     assert!((fair * 8 / 10..=fair + LIMIT * 3 / 2).contains(&before), "{failure:?}: {before} before, of {fair}");
     for gate in &gates {
-        assert_eq!((gate.log_count("the store is down"), gate.log_count("the store is back")), (1, 1), "{failure:?}");
+        assert_eq!(
+            (gate.running.line_count("the store is down"), gate.running.line_count("the store is back")),
+            (1, 1),
+            "{failure:?}"
+        );
     }
     assert_eq!(gates[1].left("day"), 1_000 - 10 - 7 - 5, "{failure:?}: what was used meanwhile");
     assert_eq!(gates[0].ask("careful", 1).0, 200, "{failure:?}");
@@ -342,8 +329,8 @@ fn a_missing_store_server_is_reported() {
     ];
     let gate = Gate { running: ChildProcess::start(run(&env), ScratchDir::new(), api), port: api };
     assert_eq!(gate.ask("api", 1).0, 200, "a node that knows the secret goes on by itself");
-    gate.wait_for_log("the store is down", Duration::from_secs(5));
-    gate.wait_for_log(&format!("store=\"redis://127.0.0.1:{port}\" error=\""), Duration::from_secs(1));
+    gate.running.wait_for_line("the store is down", Duration::from_secs(5));
+    gate.running.wait_for_line(&format!("store=\"redis://127.0.0.1:{port}\" error=\""), Duration::from_secs(1));
     let mut health = HttpClient::connect(admin).expect("the gate listens");
     let ready = health.request(tidegate_testkit::http_client::get_request("/readyz"));
     let body = format!("{{\"status\":\"degraded\",\"store\":\"redis://127.0.0.1:{port}\"}}");
@@ -392,8 +379,8 @@ fn a_lost_cluster_master_affects_its_keys_only() {
     took.sort_unstable();
     let p99 = took[took.len() * 99 / 100];
     assert!(p99 <= Duration::from_millis(20), "p99 {p99:?} of {} decisions", took.len());
-    gate.wait_for_log("a part of the store is down", Duration::from_secs(1));
+    gate.running.wait_for_line("a part of the store is down", Duration::from_secs(1));
     cluster.node_mut(0).restart();
-    gate.wait_for_log("the store is back", Duration::from_secs(5));
+    gate.running.wait_for_line("the store is back", Duration::from_secs(5));
     assert!((0..60).all(|number| ask(number).0 == 200));
 }

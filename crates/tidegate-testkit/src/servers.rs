@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::random;
 
@@ -208,6 +208,27 @@ impl ChildProcess {
     /// Returns the content of a file of its directory; empty if there is no such file.
     pub fn read_file(&self, name: &str) -> String {
         fs::read_to_string(self.scratch.path().join(name)).unwrap_or_default()
+    }
+
+    /// Returns the number of lines with this text in its output.
+    pub fn line_count(&self, text: &str) -> usize {
+        let output = self.read_file("stdout") + &self.read_file("stderr");
+        output.lines().filter(|line| line.contains(text)).count()
+    }
+
+    /// Waits for a line with this text in its output, and returns the time until then. A program may write a line of
+    /// its log after the answer that the line is about.
+    ///
+    /// # Panics
+    /// If there is no such line within `timeout`. The message has the program's output.
+    pub fn wait_for_line(&self, text: &str, timeout: Duration) -> Duration {
+        let start = Instant::now();
+        while self.line_count(text) == 0 {
+            let output = || self.read_file("stdout") + &self.read_file("stderr");
+            assert!(start.elapsed() < timeout, "no line with {text:?}:\n{}", output());
+            sleep(POLL_INTERVAL);
+        }
+        start.elapsed()
     }
 
     /// Sends a signal by name, such as `TERM` or `QUIT`.
