@@ -234,8 +234,7 @@ fn check_survival(failure: Failure) {
         sleep(outage / 2);
         let restored_at = redis.end(failure);
         for gate in &gates {
-            let took = gate.running.wait_for_line("the store is back", Duration::from_secs(5));
-            assert!(took <= Duration::from_secs(2), "{failure:?}: back after {took:?}");
+            gate.running.wait_for_line("the store is back", Duration::from_secs(2));
         }
         sleep(Duration::from_secs(2));
         drop(load_guard);
