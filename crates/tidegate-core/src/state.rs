@@ -226,6 +226,17 @@ impl KeyState {
         self.reserved().evaluate(rules, context)
     }
 
+    /// Evaluates a call of a key never seen, like [`KeyState::evaluate`] of the default.
+    #[inline]
+    pub fn evaluate_unseen(context: &OpContext<'_>) -> Outcome {
+        let &OpContext { op, limit, now, .. } = context;
+        match limit.kind() {
+            LimitKind::Rate(rate) => Outcome::from_status(rate.status(ArrivalTime::default(), op.cost, now), now),
+            LimitKind::Cooldown(_) => Outcome::from_status(cooldown_status(now, now), now),
+            _ => Self::default().evaluate(context),
+        }
+    }
+
     /// Evaluates a call, including the penalty.
     pub fn evaluate(&mut self, context: &OpContext<'_>) -> Outcome {
         let &OpContext { op, limit, batch, now } = context;
@@ -458,6 +469,7 @@ impl KeyState {
 }
 
 /// A limit of 1, which is used while the gate is closed.
+#[inline]
 fn cooldown_status(free_at: Time, now: Time) -> LimitStatus {
     let used = u64::from(free_at > now);
     LimitStatus { limit: 1, used, remaining: 1 - used, retry_at: free_at, reset_at: free_at }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate_core::batch::execute;
+use tidegate_core::batch::{OpContext, execute};
 use tidegate_core::concurrency::Permits;
 use tidegate_core::cooldown::CooldownGate;
 use tidegate_core::pacer::{PacerGrowth, PacerMode, PacerState};
@@ -208,6 +208,19 @@ fn damaged_states_never_panic() {
             assert!(idle.is_some());
         }
         Ok(())
+    });
+}
+
+#[test]
+fn unseen_keys_are_like_empty_states() {
+    property::check(case_count(20_000, 500_000), 40, |mut random| {
+        let Ok(limit) = any_limit(&mut random) else { return Ok(()) };
+        let batch = Batch::new(any_number(&mut random)).context();
+        let op = Op::new(limit_id(0), random.pick(&[Verb::Take, Verb::Peek]), client_key(0), any_number(&mut random));
+        let now = Time::from_micros(any_number(&mut random)).min(Time::NEVER - Span::from_micros(1));
+        let context = OpContext { op: &op, limit: &limit, batch, now };
+        let (unseen, empty) = (KeyState::evaluate_unseen(&context), KeyState::default().evaluate(&context));
+        if unseen == empty { Ok(()) } else { Err(format!("{unseen:?} isn't {empty:?} of {limit:?} for {op:?}")) }
     });
 }
 

@@ -190,7 +190,7 @@ pub(super) fn uncounted_outcomes(batch: &Batch, limits: &Limits, now: Time) -> O
     let context = batch.context();
     let outcomes = batch.ops().iter().map(|op| match limits.get(op.limit) {
         Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
-            let outcome = KeyState::default().evaluate(&OpContext { op, limit, batch: context, now });
+            let outcome = KeyState::evaluate_unseen(&OpContext { op, limit, batch: context, now });
             Outcome { verdict: Verdict::Admitted, retry_at: now, ..outcome }
         }
         _ => Outcome::without_limit(Verdict::Admitted, now),

@@ -117,12 +117,7 @@ impl Shard {
                     }
                     return Outcome::without_limit(Verdict::NoRoom, now);
                 }
-                match limit.kind() {
-                    LimitKind::Rate(rate) => {
-                        Outcome::from_status(rate.status(ArrivalTime::default(), op.cost, now), now)
-                    }
-                    _ => KeyState::default().evaluate(context),
-                }
+                KeyState::evaluate_unseen(context)
             }
             Some(at) => match (SlotWord::unpack(self.table.word(at)), limit.kind()) {
                 (SlotWord::Arrival(arrival), LimitKind::Rate(rate))
