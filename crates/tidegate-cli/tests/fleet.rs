@@ -334,7 +334,7 @@ fn a_missing_store_server_is_reported() {
     let ready = health.request(tidegate_testkit::http_client::get_request("/readyz"));
     let body = format!("{{\"status\":\"degraded\",\"store\":\"redis://127.0.0.1:{port}\"}}");
     assert_eq!((ready.status, ready.body), (200, body));
-    let log = gate.running.read_file("stdout") + &gate.running.read_file("stderr");
+    let log = gate.running.output();
     assert!(!log.contains("hunter2"), "{log}");
 }
 

@@ -179,8 +179,7 @@ impl ChildProcess {
                 return Ok(running);
             }
             if let Ok(Some(status)) = running.child.try_wait() {
-                let output = running.read_file("stdout") + &running.read_file("stderr");
-                return Err(format!("{command:?} ended with {status}: {output}"));
+                return Err(format!("{command:?} ended with {status}: {}", running.output()));
             }
             sleep(POLL_INTERVAL);
         }
@@ -210,10 +209,14 @@ impl ChildProcess {
         fs::read_to_string(self.scratch.path().join(name)).unwrap_or_default()
     }
 
+    /// Returns what it has written so far: to its standard output, and then to its standard error.
+    pub fn output(&self) -> String {
+        self.read_file("stdout") + &self.read_file("stderr")
+    }
+
     /// Returns the number of lines with this text in its output.
     pub fn line_count(&self, text: &str) -> usize {
-        let output = self.read_file("stdout") + &self.read_file("stderr");
-        output.lines().filter(|line| line.contains(text)).count()
+        self.output().lines().filter(|line| line.contains(text)).count()
     }
 
     /// Waits for a line with this text in its output. A program may write a line of its log after the answer that the
@@ -224,8 +227,7 @@ impl ChildProcess {
     pub fn wait_for_line(&self, text: &str, timeout: Duration) {
         let mut waited = Duration::ZERO;
         while self.line_count(text) == 0 {
-            let output = || self.read_file("stdout") + &self.read_file("stderr");
-            assert!(waited < timeout, "no line with {text:?} within {timeout:?}:\n{}", output());
+            assert!(waited < timeout, "no line with {text:?} within {timeout:?}:\n{}", self.output());
             sleep(POLL_INTERVAL);
             waited += POLL_INTERVAL;
         }
