@@ -85,8 +85,8 @@ pub struct Decision {
     pub share_level: ShareLevel,
     /// On refusal, the reservation that the caller has from now on. On admission, the one that it came by.
     pub reservation: Option<GivenReservation>,
-    /// True if the call was refused although it presented a reservation, because the limit knows none of that caller and
-    /// instant.
+    /// True if the call was refused although it presented a reservation, because none of that caller and instant applies
+    /// to it.
     pub is_reservation_unknown: bool,
 }
 

@@ -226,7 +226,7 @@ impl KeyState {
         self.reserved().evaluate(rules, context)
     }
 
-    /// Evaluates a call of a key never seen, like [`KeyState::evaluate`] of the default.
+    /// Evaluates a call of a key never seen, like [`KeyState::evaluate`] of a default state.
     #[inline]
     pub fn evaluate_unseen(context: &OpContext<'_>) -> Outcome {
         let &OpContext { op, limit, now, .. } = context;

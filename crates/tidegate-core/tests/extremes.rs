@@ -1,4 +1,5 @@
-//! Limits of 0 and 2^40, costs above capacity, numbers at the ends of their types: an error or saturation, no panic.
+//! Limits of 0 and 2^40, costs above capacity, numbers at the ends of their types: an error or saturation, no panic. A key
+//! never seen is like an empty state.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,8 +15,8 @@ use tidegate_core::state::Usage;
 use tidegate_core::window::WindowLog;
 use tidegate_core::{
     Batch, Concurrency, Cooldown, CountMode, KeyState, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST,
-    MAX_LIMIT, Op, PacerSpec, Penalty, PenaltyMode, PenaltySpec, Quota, Rate, SharedPacerRules, Span, Time, Verb,
-    Window,
+    MAX_LIMIT, Op, PacerSpec, Penalty, PenaltyMode, PenaltySpec, Quota, Rate, ReservationRules, SharedPacerRules, Span,
+    Time, Verb, Window,
 };
 use tidegate_testkit::fixtures::{TestLimiter, client_key, doubling_penalty, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
@@ -213,11 +214,17 @@ fn damaged_states_never_panic() {
 
 #[test]
 fn unseen_keys_are_like_empty_states() {
-    property::check(case_count(20_000, 500_000), 40, |mut random| {
-        let Ok(limit) = any_limit(&mut random) else { return Ok(()) };
-        let batch = Batch::new(any_number(&mut random)).context();
+    property::check(case_count(50_000, 500_000), 40, |mut random| {
+        let Ok(mut limit) = any_limit(&mut random) else { return Ok(()) };
+        let rules = ReservationRules::new(Span::from_secs(30), random.pick(&[1, 500, 1000]), Span::from_millis(900));
+        if random.chance(50) && limit.penalty().is_none() {
+            limit = limit.with_reservations(rules.map_err(|error| error.to_string())?);
+        }
+        let mut batch = Batch::new(any_number(&mut random));
+        batch.set_caller(any_number(&mut random), Time::from_micros(any_number(&mut random)));
+        let batch = batch.context();
         let op = Op::new(limit_id(0), random.pick(&[Verb::Take, Verb::Peek]), client_key(0), any_number(&mut random));
-        let now = Time::from_micros(any_number(&mut random)).min(Time::NEVER - Span::from_micros(1));
+        let now = Time::from_micros(any_number(&mut random));
         let context = OpContext { op: &op, limit: &limit, batch, now };
         let (unseen, empty) = (KeyState::evaluate_unseen(&context), KeyState::default().evaluate(&context));
         if unseen == empty { Ok(()) } else { Err(format!("{unseen:?} isn't {empty:?} of {limit:?} for {op:?}")) }

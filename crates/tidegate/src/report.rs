@@ -45,8 +45,8 @@ pub struct DecisionReport {
     /// True if the call came by a reservation. Omitted if false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub by_reservation: bool,
-    /// True if the call was refused although it presented a reservation: it isn't the caller's, was used or forfeited, or
-    /// was lost with the state. Omitted if false.
+    /// True if the call was refused although it presented a reservation: it isn't the caller's, was used or forfeited, is
+    /// for a smaller cost, was lost with the state, or isn't due yet while another limit refuses. Omitted if false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unknown_reservation: bool,
     /// The permit of a concurrency limit, if the call holds one. It must be released when the call ends. Omitted if
