@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tidegate_testkit::servers::{ScratchDir, require_program};
 
@@ -171,6 +171,38 @@ fn curls_headers_give_the_wait() {
         assert!(status == 0 && out.ends_with("yes"), "{status} {out} {err}");
         assert_eq!(told_waits(&err), ["0.300 s"], "{err}");
     }
+}
+
+/// The reservation's instant counts, and not the back-off.
+#[test]
+fn a_reservation_is_presented_at_its_instant() {
+    if require_program("curl").is_none() {
+        return;
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let server = std::thread::spawn(move || {
+        let millis = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis();
+        let next_head = |reply: &str, header: String| {
+            let (mut connection, _) = listener.accept().unwrap();
+            let head = BufReader::new(&connection).lines().map(Result::unwrap);
+            let head: Vec<String> = head.take_while(|line| !line.is_empty()).collect();
+            let headers = "retry-after: 1\r\ncontent-length: 3\r\nconnection: close";
+            write!(connection, "HTTP/1.1 {reply}\r\n{headers}\r\n{header}\r\nyes").unwrap();
+            head.into_iter().filter(|line| line.to_ascii_lowercase().starts_with("tidegate-")).collect::<Vec<_>>()
+        };
+        let at = millis() + 700;
+        let first = next_head("429 Too Many Requests", format!("tidegate-reservation: rabc;at={at}\r\n"));
+        let second = next_head("200 OK", String::new());
+        (first, second, millis().saturating_sub(at))
+    });
+    let command = format!("curl -fsS -D /dev/stderr -H \"Tidegate-Reservation: $TIDEGATE_RESERVATION\" {url}");
+    let words = ["--curl", "--base", "9s", "--jitter", "none", "--", "sh", "-c", &command];
+    let (status, out, err) = run(&ScratchDir::new(), &words);
+    assert_eq!((status, out.as_str()), (0, "yes"), "{err}");
+    let (first, second, late) = server.join().unwrap();
+    assert_eq!((first, second), (vec![], vec!["Tidegate-Reservation: rabc".to_owned()]));
+    assert!(late < 2_000, "{late} ms late: {err}");
 }
 
 #[test]

@@ -56,7 +56,8 @@ pub enum Verb {
     Reset,
     /// Charges the cost, up to 2^40, even if there is no room. For calls that cost more than was charged at first, or
     /// that were admitted elsewhere. With permits, the batch's holder has this many from now on, unless it has some
-    /// already; then its lease is extended. With a pace, callers wait for at least the cost, in nanoseconds.
+    /// already; then its lease is extended. With a pace, callers wait for at least the cost, in nanoseconds. A cool-down is
+    /// closed for at least the cost, in microseconds, without a step of its backoff.
     Debit,
     /// Tells a window that a call charged ahead ([`Batch::with_lead`]) has ended: its charge counts as made now.
     Settle,
@@ -102,7 +103,7 @@ impl Verb {
     fn creates_state(self, limit: &Limit) -> bool {
         let kind = limit.kind();
         match self {
-            Self::Debit => !matches!(kind, LimitKind::Cooldown(_)),
+            Self::Debit => true,
             Self::RestorePenalty { .. } => limit.penalty().is_some(),
             Self::Throttle { .. } | Self::Disable => matches!(kind, LimitKind::Cooldown(_)),
             Self::TakeByTerms { .. } => matches!(kind, LimitKind::Rate(_)),

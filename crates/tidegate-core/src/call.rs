@@ -129,6 +129,10 @@ pub struct Call {
     holds_budget_retry: bool,
     /// True if another caller waits for it too.
     is_joined: bool,
+    /// Its number in the order of arrival, once it was granted. It enters the queue there again if `keeps_place` is true.
+    arrival: Option<u64>,
+    /// True if the provider keeps room for it.
+    keeps_place: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
     is_hedge: bool,
 }
@@ -156,6 +160,8 @@ impl Call {
             rejected: RejectedCredentials::default(),
             holds_budget_retry: false,
             is_joined: false,
+            arrival: None,
+            keeps_place: false,
             is_hedge: false,
         }
     }
@@ -224,14 +230,22 @@ impl Call {
         if let Some(refusal) = state.lanes.refused_behind(self.deadline, self.lane, self.cost, now) {
             return Err(refusal.failure());
         }
-        let ticket = match state.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
+        let ticket = match self.enqueue_in_order(state, now) {
             Ok(ticket) => ticket,
             Err(full) => self.enqueue_by_displacing(full, state, now).map_err(CallFailure::QueueFull)?,
         };
-        if self.is_joined {
-            state.lanes.join(ticket);
+        if self.is_joined || self.keeps_place {
+            state.lanes.protect(ticket);
         }
         Ok(ticket)
+    }
+
+    #[inline]
+    fn enqueue_in_order(&self, state: &mut ProviderState, now: Time) -> Result<Ticket, QueueFullError> {
+        match self.arrival.filter(|_| self.keeps_place) {
+            None => state.lanes.enqueue(self.lane, self.cost, self.deadline, now),
+            Some(arrival) => state.lanes.enqueue_again(arrival, self.lane, self.cost, self.deadline, now),
+        }
     }
 
     #[cold]
@@ -245,7 +259,7 @@ impl Call {
         if self.is_hedge || !state.lanes.make_room(self.lane, self.deadline) {
             return Err(full);
         }
-        state.lanes.enqueue(self.lane, self.cost, self.deadline, now)
+        self.enqueue_in_order(state, now)
     }
 
     /// Handles the step that the lanes have named the call for: its turn, its expiry or its displacement. A sleep names none.
@@ -405,6 +419,7 @@ impl Call {
         now: Time,
     ) -> CallProgress {
         (self.charged_at, self.counted_at) = (outcomes.now(), outcomes.now() + state.lead);
+        self.arrival = state.lanes.arrival(ticket);
         let granted = state.lanes.grant(ticket, now).ok_or(CallFailure::DeadlineExceeded).and_then(|lane| {
             state.breaker.take(now).map(|permit| (lane, permit)).map_err(|refusal| {
                 state.lanes.record_end(lane);
@@ -465,7 +480,7 @@ impl Call {
         match self.stage {
             CallStage::Idle => self.lane = self.lane.max(lane),
             CallStage::Queued(ticket) | CallStage::Asking(ticket, _) => {
-                state.lanes.join(ticket);
+                state.lanes.protect(ticket);
                 if state.lanes.raise(ticket, lane, now) == Ok(true) {
                     self.lane = lane;
                 }

@@ -145,6 +145,13 @@ impl Cooldown {
         close_until(gate, now + wait, now);
     }
 
+    /// Closes the gate for `wait`, or longer if it is closed for longer already. No step of the backoff: the provider keeps
+    /// room from then on.
+    pub fn close(&self, gate: &mut CooldownGate, wait: Span, now: Time) {
+        self.refresh(gate, now);
+        close_until(gate, now + wait, now);
+    }
+
     /// Records a success. The next closing then counts as a first one, and an open gate stays open after the waiting
     /// callers have been released. A call of another generation changes nothing.
     pub fn record_success(&self, gate: &mut CooldownGate, generation: u32, now: Time) {

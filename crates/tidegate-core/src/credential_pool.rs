@@ -214,6 +214,13 @@ impl CredentialPool {
         }
     }
 
+    /// [Closes](CredentialPool::set_closed_until) the credential until exactly `at`, because the provider keeps room for a call
+    /// from then on. Other entries are deleted: it knows best, and the store knows its own.
+    pub fn set_reserved_at(&mut self, credential: usize, at: Time, now: Time) {
+        self.clear_cooling(credential);
+        self.set_closed_until(credential, at, now);
+    }
+
     /// Records that the credential is refused because of this quota until its period ends.
     pub fn set_spent_quota(&mut self, credential: usize, quota: LimitId, until: Time) {
         if let Some(spent) = self.spent_quotas.get_mut(credential) {

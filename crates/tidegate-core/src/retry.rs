@@ -145,6 +145,8 @@ pub struct FailedAttempt {
     pub asks_not_to_retry: bool,
     /// The wait that the server asks for. Zero is the same as `None`.
     pub retry_after: Option<Span>,
+    /// True if the server keeps room for the request from the end of `retry_after` on.
+    pub has_reservation: bool,
     /// True if another credential could be used immediately.
     pub has_other_credential: bool,
 }
@@ -237,7 +239,7 @@ impl RetryTracker {
     }
 
     /// The time at which a request that failed at `now` is sent again: immediately with another credential, otherwise
-    /// after the backoff, but not before the server's `Retry-After`.
+    /// after the backoff, but not before the server's `Retry-After`. With a reservation, exactly then.
     ///
     /// A retry of a transient failure is taken from `budget` as the last check. If it isn't sent, give it back.
     ///
@@ -274,7 +276,8 @@ impl RetryTracker {
         } else if min_wait > retry.max_retry_after {
             return Err(NoRetryReason::RetryAfterTooLong { retry_after: min_wait });
         } else {
-            self.backoff.next(&retry.backoff, rng).max(min_wait)
+            let backoff = if attempt.has_reservation { Span::ZERO } else { self.backoff.next(&retry.backoff, rng) };
+            backoff.max(min_wait)
         };
         let at = now + wait;
         if at >= self.deadline {

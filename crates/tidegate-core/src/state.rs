@@ -411,7 +411,9 @@ impl KeyState {
                 concurrency.refresh(permits, now);
                 concurrency.debit(permits, batch.holder, op.cost, now);
             }
-            (LimitKind::Cooldown(_), Verb::Debit) => {}
+            (LimitKind::Cooldown(cooldown), Verb::Debit) => {
+                cooldown.close(self.cooldown_gate(), Span::from_micros(op.cost.min(MAX_COST)), now);
+            }
             (LimitKind::Pace(pacer), Verb::Debit) => pacer.raise_to(self.pacer_state(), op.cost, now),
             (LimitKind::Pace(pacer), Verb::Pace { failed, draw }) => {
                 pacer.record_call(self.pacer_state(), failed, draw, now).write_to(outcome);

@@ -385,6 +385,9 @@ impl KeyModel {
             (Verb::Success { generation }, LimitKind::Cooldown(cooldown)) => {
                 self.cooldown.record_success(cooldown, generation, now);
             }
+            (Verb::Debit, LimitKind::Cooldown(cooldown)) => {
+                self.cooldown.record_closing(cooldown, Span::from_micros(op.cost.min(MAX_COST)), now);
+            }
             (Verb::Debit, LimitKind::Pace(_)) => self.pace.raise_to(op.cost, now),
             (Verb::Pace { failed, draw }, LimitKind::Pace(pacer)) => {
                 let expected = self.pace.record_call(pacer, failed, draw, now);

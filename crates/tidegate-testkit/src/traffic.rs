@@ -179,7 +179,8 @@ impl TrafficGenerator {
         batch = batch.with_charged_at(if self.random.chance(90) { call.charged_at } else { Time::ZERO });
         for (op, generation) in call.ops.iter().zip(call.generations) {
             let (verb, cost) = match (self.is_cooldown(op.limit), self.random.below(8)) {
-                (true, 0..=3) => (Verb::Throttle { generation }, self.random_wait_micros()),
+                (true, 0..=2) => (Verb::Throttle { generation }, self.random_wait_micros()),
+                (true, 3) => (Verb::Debit, self.random_wait_micros()),
                 (true, 4..=6) => (Verb::Success { generation }, 0),
                 (true, _) => (Verb::Disable, self.random_wait_micros()),
                 (false, _) if self.is_pace(op.limit) => self.random_pace_verb(),

@@ -33,6 +33,8 @@ pub struct ProviderState {
     pub(super) remaining_trackers: Vec<RemainingTracker>,
     /// The calls in flight whose connections have switched protocols.
     pub(super) tunnels: u32,
+    /// True if the last throttled reply had a reservation.
+    pub(super) gives_reservations: bool,
     /// The circuit breaker of the provider.
     pub breaker: Breaker,
     /// The budget of retries.
@@ -136,6 +138,7 @@ impl ProviderState {
             lanes: Lanes::new(rules.lanes),
             remaining_trackers: alloc::vec![RemainingTracker::default(); trackers],
             tunnels: 0,
+            gives_reservations: false,
             pool: pool.with_max_in_flight(rules.max_in_flight_per_credential),
             adaptive_limit: limit,
             pace: None,

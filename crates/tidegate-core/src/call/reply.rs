@@ -46,6 +46,7 @@ impl Call {
             unreplayable_reason: reply.unreplayable_reason,
             asks_not_to_retry: reply.asks_not_to_retry,
             retry_after: reply.retry_after,
+            has_reservation: reply.has_reservation,
             has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
         };
         let retry = &rules.lane_rules[self.own_lane as usize].retry;
@@ -54,7 +55,9 @@ impl Call {
                 self.holds_budget_retry = reply.class == Class::Transient;
                 // The reply's body is not read further.
                 self.end_streaming(state);
-                NextStep::RetryAt(at)
+                self.keeps_place = reply.has_reservation;
+                // It waits for its closed credential in the queue, ahead of later calls.
+                NextStep::RetryAt(if reply.has_reservation { now } else { at })
             }
             Err(reason) => NextStep::Failed(match (reason, reply.spent_quota, reply.retry_after) {
                 (
@@ -178,14 +181,23 @@ impl Call {
             // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
             Class::Throttled if state.pace.is_some() && is_alone && reply.retry_after.is_none() => {}
             Class::Throttled => {
+                state.gives_reservations = reply.has_reservation;
                 state.double_lead(sent.sent_at, now);
                 let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
-                update_cooldown(rules, state, sent.credential, Verb::Throttle { generation }, requested_wait);
+                // At the end of a longer closing, the reservation could be over.
+                let verb = if reply.has_reservation { Verb::Debit } else { Verb::Throttle { generation } };
+                update_cooldown(rules, state, sent.credential, verb, requested_wait);
                 // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
                 if requested_wait.is_zero() {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
-                    state.pool.set_closed_until(sent.credential, now + requested_wait, now);
+                    let free_at = now + requested_wait;
+                    if reply.has_reservation {
+                        state.pool.set_reserved_at(sent.credential, free_at, now);
+                        state.lanes.clear_refusals();
+                    } else {
+                        state.pool.set_closed_until(sent.credential, free_at, now);
+                    }
                     if let Some(quota) = reply.spent_quota {
                         state.pool.set_spent_quota(sent.credential, quota, now + requested_wait);
                     } else if let Some(pace) = state.pace.as_mut().filter(|_| is_alone) {
@@ -208,7 +220,8 @@ impl Call {
                 disable_credential(rules, state, rejected, now);
             }
         }
-        if let Some(until) = reply.spent_until.filter(|until| *until > now) {
+        // A provider that gives reservations tells the exact time as it refuses a call.
+        if let Some(until) = reply.spent_until.filter(|until| *until > now && !state.gives_reservations) {
             state.pool.set_cooling_until(sent.credential, until, now);
         }
         Some(sent.credential)

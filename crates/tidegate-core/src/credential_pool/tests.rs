@@ -188,6 +188,17 @@ fn only_certain_ends_count_as_closed() {
 }
 
 #[test]
+fn a_reservation_replaces_other_entries() {
+    let mut pool = Caller::new(Balance::RoundRobin, 1).pool;
+    pool.set_cooling_until(0, at(9_000), at(0));
+    pool.set_closed_until(0, at(1_000), at(0));
+    pool.set_reserved_at(0, at(70), at(0));
+    assert_eq!((pool.cooling_until(0), pool.all_closed_until(at(0))), (Some(at(70)), Some(at(70))));
+    pool.set_cooling_until(0, at(500), at(10));
+    assert_eq!(pool.cooling_until(0), Some(at(500)), "a later entry counts");
+}
+
+#[test]
 fn the_quota_delaying_the_first_credential_is_named() {
     let mut caller = Caller::new(Balance::RoundRobin, 2);
     let quota = LimitId::from_index(3).unwrap();

@@ -12,6 +12,7 @@ const FAILED: FailedAttempt = FailedAttempt {
     unreplayable_reason: None,
     asks_not_to_retry: false,
     retry_after: None,
+    has_reservation: false,
     has_other_credential: false,
 };
 const THROTTLED: FailedAttempt = FailedAttempt { class: Class::Throttled, ..FAILED };
@@ -92,6 +93,13 @@ fn retry_after_is_a_minimum_wait() {
     let (waited, _) =
         waits(policy(2, 1_000, 30), FailedAttempt { class: Class::Transient, ..attempt }, Time::NEVER, &mut Highest);
     assert_eq!(waited, [7_000]);
+}
+
+#[test]
+fn a_reservation_sets_the_wait_exactly() {
+    let attempt = FailedAttempt { retry_after: Some(Span::from_millis(70)), has_reservation: true, ..THROTTLED };
+    let (waited, why) = waits(policy(4, 1_000, 30), attempt, Time::NEVER, &mut Highest);
+    assert_eq!((&waited[..], why), (&[70, 70, 70][..], NoRetryReason::Exhausted { attempts: 4 }));
 }
 
 #[test]

@@ -9,7 +9,7 @@ struct Call {
     lane: Lane,
     cost: u64,
     deadline: Time,
-    is_joined: bool,
+    is_protected: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +67,7 @@ impl Naive {
         calls.sort_by_key(|call| call.arrival);
         let second = calls.get(1).filter(|_| self.full(lane) && self.spec.lanes[lane as usize].displaces);
         if let Some(call) =
-            second.filter(|call| self.asking != Some(call.ticket) && !call.is_joined && call.deadline <= deadline)
+            second.filter(|call| self.asking != Some(call.ticket) && !call.is_protected && call.deadline <= deadline)
         {
             self.displaced = Some(call.ticket);
             self.leave(call.ticket);
@@ -152,7 +152,7 @@ impl Naive {
     /// The longest refusal of a call behind these others, among those that certainly last until its deadline.
     fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: &[Call], now: Time) -> Option<Refusal> {
         let ticket = self.told.first()?.call.ticket;
-        let arriving = Call { ticket, arrival: 0, lane, cost, deadline, is_joined: false };
+        let arriving = Call { ticket, arrival: 0, lane, cost, deadline, is_protected: false };
         let mut longest: Option<Refusal> = None;
         for told in self.told.iter().filter(|told| told.refusal.closed_until > Time::ZERO) {
             let alone = Self { told: vec![*told], ..Self::new(self.spec) };
@@ -255,9 +255,9 @@ impl Pair {
             }
             14 if random.chance(50) => {
                 let Some(ticket) = self.any_ticket(random) else { return Ok(()) };
-                self.lanes.join(ticket);
+                self.lanes.protect(ticket);
                 let call = self.naive.calls.iter_mut().find(|call| call.ticket == ticket);
-                call.into_iter().for_each(|call| call.is_joined = true);
+                call.into_iter().for_each(|call| call.is_protected = true);
             }
             14 => {
                 self.lanes.clear_refusals();
@@ -292,7 +292,15 @@ impl Pair {
             self.naive.make_room(lane, deadline);
         }
         let full = self.naive.full(lane);
-        match self.lanes.enqueue(lane, cost, deadline, self.now) {
+        let left = |arrival: &u64| self.naive.calls.iter().all(|call| call.arrival != *arrival);
+        let again =
+            Some(random.below(self.arrivals.max(1))).filter(|arrival| *arrival < self.arrivals && left(arrival));
+        let again = again.filter(|_| random.chance(20));
+        let entered = match again {
+            None => self.lanes.enqueue(lane, cost, deadline, self.now),
+            Some(arrival) => self.lanes.enqueue_again(arrival, lane, cost, deadline, self.now),
+        };
+        match entered {
             Ok(_) if full => return Err(format!("{lane:?} took one too many")),
             Err(_) if !full => return Err(format!("{lane:?} has room")),
             Err(_) => {}
@@ -302,9 +310,10 @@ impl Pair {
                     return Err(format!("{ticket:?} was given twice"));
                 }
                 self.naive.join(lane, self.now);
-                let (arrival, cost) = (self.arrivals, cost.min(MAX_COST));
-                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline, is_joined: false });
-                self.arrivals += 1;
+                let (arrival, cost) = (again.unwrap_or(self.arrivals), cost.min(MAX_COST));
+                same("arrival", self.lanes.arrival(ticket), Some(arrival))?;
+                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline, is_protected: false });
+                self.arrivals += u64::from(again.is_none());
                 self.tickets.push(ticket);
                 if self.tickets.len() > 200 {
                     self.tickets.drain(..100);

@@ -49,7 +49,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let Dispatcher { context: StepContext { state, .. }, published_changes, changes, .. } = dispatcher;
         let pool = &mut state.pool;
         let ops = state.store_requests.updates().into_iter().flat_map(Batch::ops);
-        for op in ops.filter(|op| matches!(op.verb, Verb::Disable | Verb::Throttle { .. })) {
+        let closes = |verb| matches!(verb, Verb::Disable | Verb::Throttle { .. } | Verb::Debit);
+        for op in ops.filter(|op| op.limit == self.rules.cooldown && closes(op.verb)) {
             let Some(credential) = self.rules.credential_keys.iter().position(|key| *key == op.key) else { continue };
             published_changes.resize(self.rules.credential_keys.len(), CredentialChange::default());
             let last = &mut published_changes[credential];

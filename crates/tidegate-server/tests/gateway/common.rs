@@ -160,6 +160,8 @@ pub(crate) fn provider(address: SocketAddr, settings: &str) -> String {
 pub(crate) struct Gateway<C> {
     pub(crate) address: SocketAddr,
     pub(crate) admin: SocketAddr,
+    /// The address of the inbound proxy, if there is one.
+    pub(crate) inbound: Option<SocketAddr>,
     pub(crate) clock: C,
     pub(crate) reload: ReloadHandle,
     /// The text that a reload reads.
@@ -226,11 +228,12 @@ pub(crate) fn serve<S: Store, C: Clock + Clone>(
     let reload = bound.reload_handle();
     let address = SocketAddr::from(([127, 0, 0, 1], bound.outbound().unwrap().port()));
     let admin = bound.admin().unwrap();
+    let inbound = bound.inbound();
     let (stop, stopped) = oneshot::channel::<()>();
     let ended = tokio::spawn(bound.run(async {
         let _ = stopped.await;
     }));
-    Gateway { address, admin, clock, reload, file, stop, ended }
+    Gateway { address, admin, inbound, clock, reload, file, stop, ended }
 }
 
 fn sources(policy: &str) -> PolicySources {

@@ -154,9 +154,9 @@ impl LocalFallback {
         let state = self.memory.clone_state(&peek.ops()[0]);
         let batches = match state.as_ref().map(KeyState::usage) {
             Some(Usage::Cooldown(gate)) if gate.opens_at.is_never() => vec![batch(0, Verb::Disable, 0)],
-            // Generation 0 is unknown to the store: it closes for as long as here, and takes no further step.
+            // It closes for as long as here, and takes no further step.
             Some(Usage::Cooldown(gate)) if gate.opens_at > now => {
-                vec![batch(0, Verb::Throttle { generation: 0 }, gate.opens_at.since(now).as_micros())]
+                vec![batch(0, Verb::Debit, gate.opens_at.since(now).as_micros())]
             }
             Some(Usage::Pace(pacer)) if pacer.interval > 0 => vec![batch(0, Verb::Debit, pacer.interval)],
             Some(Usage::Concurrency(permits)) => {

@@ -78,6 +78,11 @@ impl CooldownHistory {
         self.extend_closing(now + wait, now);
     }
 
+    pub(super) fn record_closing(&mut self, cooldown: &Cooldown, wait: Span, now: Time) {
+        *self = self.as_of(cooldown, now);
+        self.extend_closing(now + wait, now);
+    }
+
     pub(super) fn record_success(&mut self, cooldown: &Cooldown, generation: u32, now: Time) {
         *self = self.as_of(cooldown, now);
         if generation == self.generation(cooldown, now) {

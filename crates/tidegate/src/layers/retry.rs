@@ -172,6 +172,7 @@ impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
                 unreplayable_reason: copy.is_none().then_some(UnreplayableReason::OneShotBody),
                 asks_not_to_retry: classified.asks_not_to_retry,
                 retry_after: classified.retry_after,
+                has_reservation: false,
                 has_other_credential: false,
             };
             let (Ok(at), Some(repeated_request)) =

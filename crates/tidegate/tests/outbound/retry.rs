@@ -38,6 +38,29 @@ async fn retry_after_is_waited_for() {
     }
 }
 
+/// Neither the back-off nor a cool-down nor a spent allowance delays a reservation, and calls that came later don't overtake it.
+#[tokio::test(start_paused = true)]
+async fn reservations_are_used_at_their_instants_in_order() {
+    let settings = "adaptive = \"off\"\nretry = { base = \"5s\", jitter = \"none\" }\n\
+                    cooldown = { base = \"10s\", cap = \"1m\" }\n";
+    let (api, log) = (provider(settings), Log::default());
+    let reserved = AttemptReport { retry_after: Some(Span::from_millis(70)), has_reservation: true, ..THROTTLED };
+    let spent = AttemptReport { spent_until: Some(api.clock().now() + Span::from_secs(9)), ..GOOD };
+    let call = |name, replies: &[AttemptReport], millis| {
+        let upstream = Answers::of(&api, replies, &log, name).after(Duration::from_millis(millis));
+        spawn(&api, CallOptions::default(), upstream)
+    };
+    let mut calls = vec![call(0, &[spent], 5), call(1, &[reserved, reserved, GOOD], 10), call(2, &[spent], 20)];
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    calls.extend([call(3, &[GOOD], 10), call(4, &[GOOD], 10)]);
+    for (call, requests) in calls.into_iter().zip([1, 3, 1, 1, 1]) {
+        assert_eq!(call.await.unwrap().unwrap(), requests);
+    }
+    let starts = starts(&log);
+    assert_eq!(starts[..5], [(0, 0), (0, 1), (0, 2), (80, 1), (160, 1)]);
+    assert_eq!(starts[5..].iter().map(|(_, name)| *name).collect::<Vec<_>>(), [3, 4]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_day_of_retry_after_fails_calls_immediately() {
     let (api, log) = (provider("adaptive = \"off\""), Log::default());

@@ -15,7 +15,7 @@ local function closing_wait(op, closings)
 end
 
 apply[COOLDOWN] = function(op, state)
-  if op.verb ~= THROTTLE and op.verb ~= SUCCESS and op.verb ~= DISABLE then return false end
+  if op.verb ~= THROTTLE and op.verb ~= SUCCESS and op.verb ~= DISABLE and op.verb ~= DEBIT then return false end
   refresh_gate(op, state)
   if op.verb == SUCCESS then
     if op.generation == state.generation then state.closings_in_row = 0 end
@@ -27,6 +27,8 @@ apply[COOLDOWN] = function(op, state)
       wait = max(wait, closing_wait(op, state.closings_in_row))
     end
     close(state, min(now + wait, NEVER))
+  elseif op.verb == DEBIT then
+    close(state, min(now + op.cost, NEVER))
   else
     state.generation = min(state.generation + 1, MAX_GENERATION)
     close(state, op.cost == 0 and NEVER or min(now + op.cost, NEVER))
