@@ -179,8 +179,14 @@ impl ReservationQueue {
         rules.is_kept && self.forfeits.iter().any(|forfeit| forfeit.caller == caller && is_late(forfeit))
     }
 
-    fn has_record_room(&self) -> bool {
-        self.reservations.len() + self.forfeits.len() < MAX_RECORDS
+    /// Forgets the oldest forfeit if there is no room for another record. Returns false if there is none to forget.
+    fn make_record_room(&mut self) -> bool {
+        if self.reservations.len() + self.forfeits.len() < MAX_RECORDS {
+            return true;
+        }
+        let has_forfeit = !self.forfeits.is_empty();
+        self.forfeits.drain(..usize::from(has_forfeit));
+        has_forfeit
     }
 
     /// Forgets reservations of rules that keep room if these don't, and the other way round. Forgets what is more

@@ -412,7 +412,7 @@ impl KeyState {
                 concurrency.debit(permits, batch.holder, op.cost, now);
             }
             (LimitKind::Cooldown(cooldown), Verb::Debit) => {
-                cooldown.close(self.cooldown_gate(), Span::from_micros(op.cost.min(MAX_COST)), now);
+                cooldown.close(self.cooldown_gate(), Span::from_micros(op.cost), now);
             }
             (LimitKind::Pace(pacer), Verb::Debit) => pacer.raise_to(self.pacer_state(), op.cost, now),
             (LimitKind::Pace(pacer), Verb::Pace { failed, draw }) => {

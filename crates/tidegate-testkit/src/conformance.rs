@@ -108,7 +108,7 @@ impl std::error::Error for ConformanceError {}
 /// The first [`ConformanceError`].
 pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), ConformanceError> {
     type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
-    let checks: [(&str, CheckFn<B>); 23] = [
+    let checks: [(&str, CheckFn<B>); 24] = [
         ("random batches against the model", random::random_batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
@@ -120,6 +120,7 @@ pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) 
         ("calls with terms of their own", caller_rates::answers::<B>),
         ("reservations against core", reservations::outcomes::<B>),
         ("callers that reserve at once", reservations::concurrent_callers::<B>),
+        ("callers that never came, beyond the bound", reservations::many_forfeits::<B>),
         ("reservations while the clock is set back", reservations::clock_steps::<B>),
         ("reservations by gates with wrong clocks", reservations::wrong_clocks::<B>),
         ("peeking changes nothing", random::peek::<B>),

@@ -386,7 +386,7 @@ impl KeyModel {
                 self.cooldown.record_success(cooldown, generation, now);
             }
             (Verb::Debit, LimitKind::Cooldown(cooldown)) => {
-                self.cooldown.record_closing(cooldown, Span::from_micros(op.cost.min(MAX_COST)), now);
+                self.cooldown.record_closing(cooldown, Span::from_micros(op.cost), now);
             }
             (Verb::Debit, LimitKind::Pace(_)) => self.pace.raise_to(op.cost, now),
             (Verb::Pace { failed, draw }, LimitKind::Pace(pacer)) => {

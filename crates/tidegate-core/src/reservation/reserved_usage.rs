@@ -284,12 +284,14 @@ impl ReservedUsage {
     pub(crate) fn reserve(&mut self, rules: &ReservationRules, context: &OpContext<'_>, outcome: &mut Outcome) -> bool {
         let &OpContext { op, limit, batch, now } = context;
         let queue = &self.queue;
-        let may_reserve =
-            batch.caller != 0 && op.cost > 0 && op.cost <= limit.kind().capacity() && queue.has_record_room();
+        let may_reserve = batch.caller != 0 && op.cost > 0 && op.cost <= limit.kind().capacity();
         if !may_reserve || queue.of_caller(batch.caller).is_some() || queue.is_barred(rules, batch.caller, now) {
             return false;
         }
         let Some(at) = self.next_instant(rules, limit.kind(), op.cost, now) else { return false };
+        if !self.queue.make_record_room() {
+            return false;
+        }
         self.queue.add(rules, at, batch.caller, op.cost);
         outcome.retry_at = at;
         outcome.reserved_at = if rules.is_kept { at } else { Time::ZERO };

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::rate::ArrivalTime;
+use tidegate_core::reservation::MAX_RECORDS;
 use tidegate_core::{
     Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time, Verb,
     Verdict, Window,
@@ -225,6 +226,34 @@ pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> R
         arrival = rate.charge(arrival, 1, now);
     }
     Ok(())
+}
+
+/// Checks that callers that never came don't end the reservations of others: the oldest forfeits are forgotten.
+pub(super) fn many_forfeits<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
+    let rate = Rate::new(1000, Span::from_secs(1), 1).map_err(|error| error.to_string())?;
+    let rules = ReservationRules::new(Span::from_secs(30), 1000, Span::from_millis(1));
+    let limit = Limit::new(LimitKind::Rate(rate)).with_reservations(rules.map_err(|error| error.to_string())?);
+    let limits = Limits::new(vec![limit]).map(Arc::new).map_err(|error| error.to_string())?;
+    let subject = StoreUnderTest::open(backend, &limits);
+    let start = start_time();
+    if !subject.set_now(start) {
+        return Ok(());
+    }
+    let has_reservation = |caller: u64, now: Time| {
+        let outcomes = subject.apply(&call(0, caller, 1, Time::ZERO)?, now)?;
+        Ok::<bool, String>(outcomes.list()[0].reserved_at > now)
+    };
+    let last = MAX_RECORDS as u64 + 1;
+    for caller in 1..=last {
+        expect_equal(&format!("reservation of {caller}"), has_reservation(caller, start)?, caller > 1)?;
+    }
+    expect_equal("one more reservation", has_reservation(last + 1, start)?, false)?;
+    let late = start + Span::from_secs(20);
+    subject.set_now(late);
+    has_reservation(last + 2, late)?;
+    // The first was admitted.
+    let found = [last + 3, 2, last].map(|caller| has_reservation(caller, late));
+    expect_equal("reservations", found, [Ok(true), Ok(true), Ok(false)])
 }
 
 /// Checks that callers at the same moment get different reservations, and that each reservation admits one call.

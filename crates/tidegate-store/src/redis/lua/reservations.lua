@@ -73,6 +73,14 @@ local function remove_first(queue, count, kept, forfeits)
   queue.changed = true
 end
 
+-- Forgets the oldest forfeit if there is no room for another record. Returns false if there is none to forget.
+local function make_record_room(queue)
+  if count_reservations(queue) + #queue.forfeits / FORFEIT_BYTES < MAX_RECORDS then return true end
+  if queue.forfeits == '' then return false end
+  queue.forfeits = string.sub(queue.forfeits, FORFEIT_BYTES + 1)
+  return true
+end
+
 -- Removes the forfeit of the caller.
 local function pardon(op)
   local queue = op.queue
@@ -406,13 +414,12 @@ end
 -- Gives the refused caller the next free instant. Returns it, or 0.
 reserve = function(op, state)
   local queue = op.queue
-  local has_room = count_reservations(queue) + #queue.forfeits / FORFEIT_BYTES < MAX_RECORDS
-  if op.caller == NO_CALLER or op.cost == 0 or op.exceeds_capacity == 1 or not has_room then return 0 end
+  if op.caller == NO_CALLER or op.cost == 0 or op.exceeds_capacity == 1 then return 0 end
   if find_caller(op, queue.reservations, RESERVATION_BYTES) or is_barred(op) then return 0 end
   local at = next_instant[op.kind](op, state)
   if not at then return 0 end
   at = max(at, queue.last_at)
-  if at <= now or at - now > op.horizon then return 0 end
+  if at <= now or at - now > op.horizon or not make_record_room(queue) then return 0 end
   local ends_at = at + op.is_kept * op.grace
   if queue.reservations ~= '' then
     local _, _, _, last_ends_at = read_last_reservation(queue)
