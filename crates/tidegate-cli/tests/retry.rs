@@ -6,8 +6,10 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
+use tidegate::Clock as _;
+use tidegate::clock::SystemClock;
 use tidegate_testkit::servers::{ScratchDir, require_program};
 
 /// Resets ignored signals, which are inherited: INT and QUIT from a shell with background jobs, HUP from `nohup`.
@@ -182,7 +184,7 @@ fn a_reservation_is_presented_at_its_instant() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/", listener.local_addr().unwrap());
     let server = std::thread::spawn(move || {
-        let millis = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis();
+        let millis = || SystemClock::new().now().as_micros() / 1000;
         let next_head = |reply: &str, header: String| {
             let (mut connection, _) = listener.accept().unwrap();
             let head = BufReader::new(&connection).lines().map(Result::unwrap);

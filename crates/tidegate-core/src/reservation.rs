@@ -184,9 +184,11 @@ impl ReservationQueue {
         if self.reservations.len() + self.forfeits.len() < MAX_RECORDS {
             return true;
         }
-        let has_forfeit = !self.forfeits.is_empty();
-        self.forfeits.drain(..usize::from(has_forfeit));
-        has_forfeit
+        if self.forfeits.is_empty() {
+            return false;
+        }
+        self.forfeits.remove(0);
+        true
     }
 
     /// Forgets reservations of rules that keep room if these don't, and the other way round. Forgets what is more

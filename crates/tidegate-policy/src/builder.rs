@@ -218,7 +218,8 @@ impl ReservationOptions {
         self.with_entry("share", share.to_string())
     }
 
-    /// The time after its instant for which a reservation is kept: `"1s"`.
+    /// The time after its instant for which a reservation is kept, up to the horizon: `"1s"`. Default 1 s or, for a rate, what its
+    /// burst can hold if that is less, at least 250 ms.
     pub fn grace(self, span: &str) -> Self {
         self.with_entry("grace", toml_string(span))
     }
@@ -290,7 +291,7 @@ impl LimitSpec {
         self.with_entry("reserve", toml_table(&options.0))
     }
 
-    /// Tells refused callers instants one after the other, at most `horizon` ahead: `"30s"`.
+    /// Tells refused callers instants one after the other, at most `horizon` ahead, up to an hour: `"30s"`.
     pub fn spread(self, horizon: &str) -> Self {
         self.with_entry("spread", toml_string(horizon))
     }
@@ -368,7 +369,7 @@ impl ActionSpec {
         self.map_limit(|limit| limit.reserve(options))
     }
 
-    /// Tells refused callers instants one after the other, at most `horizon` ahead: `"30s"`.
+    /// Tells refused callers instants one after the other, at most `horizon` ahead, up to an hour: `"30s"`.
     pub fn spread(self, horizon: &str) -> Self {
         self.map_limit(|limit| limit.spread(horizon))
     }

@@ -91,8 +91,9 @@ pub struct ReplyReservation {
 }
 
 impl ReplyReservation {
-    /// The time until the instant, from `now` on. `most` is the reply's `Retry-After`: by it, a difference between the clocks shortens the wait by less than a second, and never lengthens it. 200 ms if the instant is over: then the clock
-    /// runs ahead of the server's.
+    /// The time until the instant, from `now` on. `most` is the reply's `Retry-After`: by it, a difference between the clocks
+    /// shortens the wait by less than a second, and never lengthens it. 200 ms if the instant is over: then the clock runs
+    /// ahead of the server's.
     pub fn wait(&self, most: Span, now: Time) -> Span {
         let wait = if self.at > now { self.at.since(now) } else { WAIT_BY_FAST_CLOCK };
         wait.max(most - Span::from_secs(1)).min(most)
