@@ -196,7 +196,7 @@ impl<'a> RetryRunner<'a> {
                 unreplayable_reason: None,
                 asks_not_to_retry: false,
                 retry_after: seen.wait(now),
-                has_reservation: seen.token().is_some(),
+                has_reservation: class == Class::Throttled && seen.token().is_some(),
                 has_other_credential: false,
             };
             let next = tries.next_attempt_at(&self.retry, &attempt, None, now, &mut rng);

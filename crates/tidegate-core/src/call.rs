@@ -131,7 +131,7 @@ pub struct Call {
     is_joined: bool,
     /// Its number in the order of arrival, once it was granted. It enters the queue there again if `keeps_place` is true.
     arrival: Option<u64>,
-    /// True if the provider keeps room for it.
+    /// True if its last request was refused, and the provider keeps room for the next one.
     keeps_place: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
     is_hedge: bool,
@@ -227,25 +227,25 @@ impl Call {
         if state.pool.all_closed_until(now).is_some_and(|closed_until| closed_until >= self.deadline) {
             return Err(state.no_credential(now).failure());
         }
-        if let Some(refusal) = state.lanes.refused_behind(self.deadline, self.lane, self.cost, now) {
+        let place = self.arrival.filter(|_| self.keeps_place);
+        let refusal = match place {
+            None => state.lanes.refused_behind(self.deadline, self.lane, self.cost, now),
+            Some(_) => state.lanes.refused_past(self.deadline, self.lane, self.cost, now),
+        };
+        if let Some(refusal) = refusal {
             return Err(refusal.failure());
         }
-        let ticket = match self.enqueue_in_order(state, now) {
-            Ok(ticket) => ticket,
-            Err(full) => self.enqueue_by_displacing(full, state, now).map_err(CallFailure::QueueFull)?,
+        let ticket = match place {
+            Some(arrival) => state.lanes.enqueue_again(arrival, self.lane, self.cost, self.deadline, now),
+            None => match state.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
+                Ok(ticket) => ticket,
+                Err(full) => self.enqueue_by_displacing(full, state, now).map_err(CallFailure::QueueFull)?,
+            },
         };
-        if self.is_joined || self.keeps_place {
-            state.lanes.protect(ticket);
+        if self.is_joined {
+            state.lanes.join(ticket);
         }
         Ok(ticket)
-    }
-
-    #[inline]
-    fn enqueue_in_order(&self, state: &mut ProviderState, now: Time) -> Result<Ticket, QueueFullError> {
-        match self.arrival.filter(|_| self.keeps_place) {
-            None => state.lanes.enqueue(self.lane, self.cost, self.deadline, now),
-            Some(arrival) => state.lanes.enqueue_again(arrival, self.lane, self.cost, self.deadline, now),
-        }
     }
 
     #[cold]
@@ -259,7 +259,7 @@ impl Call {
         if self.is_hedge || !state.lanes.make_room(self.lane, self.deadline) {
             return Err(full);
         }
-        self.enqueue_in_order(state, now)
+        state.lanes.enqueue(self.lane, self.cost, self.deadline, now)
     }
 
     /// Handles the step that the lanes have named the call for: its turn, its expiry or its displacement. A sleep names none.
@@ -480,7 +480,7 @@ impl Call {
         match self.stage {
             CallStage::Idle => self.lane = self.lane.max(lane),
             CallStage::Queued(ticket) | CallStage::Asking(ticket, _) => {
-                state.lanes.protect(ticket);
+                state.lanes.join(ticket);
                 if state.lanes.raise(ticket, lane, now) == Ok(true) {
                     self.lane = lane;
                 }

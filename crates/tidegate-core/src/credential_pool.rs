@@ -217,7 +217,9 @@ impl CredentialPool {
     /// [Closes](CredentialPool::set_closed_until) the credential until exactly `at`, because the provider keeps room for a call
     /// from then on. Other entries are deleted: it knows best, and the store knows its own.
     pub fn set_reserved_at(&mut self, credential: usize, at: Time, now: Time) {
-        self.clear_cooling(credential);
+        let Some(index) = self.checked_index(credential) else { return };
+        self.cooling.remove(index);
+        self.closed_until[credential] = Time::ZERO;
         self.set_closed_until(credential, at, now);
     }
 

@@ -31,7 +31,7 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// A number that no other waiting call has, at most the sum of all `max_waiting`: an index for a driver's data.
+    /// A number that no other waiting call has, at most the number of calls that have waited at once: an index for a driver's data.
     pub const fn index(self) -> usize {
         self.index as usize
     }
@@ -59,7 +59,8 @@ struct QueuedCall {
     cost: u64,
     generation: u32,
     lane: Lane,
-    is_protected: bool,
+    /// True if other callers wait for it too, so that it isn't displaced.
+    is_joined: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -137,8 +138,8 @@ impl Lanes {
     /// Displaces a call of a full lane that [`displaces`](LaneSpec::displaces), so that a new one with this deadline finds
     /// room: the second one, which has waited longest of those whose turn it isn't. The next [`Lanes::poll`] names it.
     ///
-    /// Changes nothing, and returns false, if the second call has a later deadline, is asking the store or is
-    /// [protected](Self::protect), or if the last displaced call is still to be named. A router may drop from the front of a full
+    /// Changes nothing, and returns false, if the second call has a later deadline, is asking the store or was
+    /// [joined](Self::join), or if the last displaced call is still to be named. A router may drop from the front of a full
     /// queue, too (RFC 7567 §2): as many calls are sent, each after a shorter wait.
     #[cold]
     pub fn make_room(&mut self, lane: Lane, deadline: Time) -> bool {
@@ -150,7 +151,7 @@ impl Lanes {
         // A call that can wait less long than the second might leave the place unused.
         let gives_way = self.deadlines.key(index).is_some_and(|own| own <= deadline);
         // An answer that is under way would be wasted.
-        if !gives_way || self.asking == Some(ticket) || self.calls[ticket.index()].is_protected {
+        if !gives_way || self.asking == Some(ticket) || self.calls[ticket.index()].is_joined {
             return false;
         }
         self.remove(ticket);
@@ -166,26 +167,16 @@ impl Lanes {
     /// [`QueueFullError`] if the lane already has the maximum number of waiting calls.
     #[inline]
     pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFullError> {
-        let ticket = self.enqueue_again(self.next_arrival, lane, cost, deadline, now)?;
+        self.check_room(lane)?;
         self.next_arrival += 1;
-        Ok(ticket)
+        Ok(self.enqueue_again(self.next_arrival - 1, lane, cost, deadline, now))
     }
 
-    /// [Adds](Self::enqueue) a call that was granted before, at the place of its first [arrival](Self::arrival).
-    ///
-    /// # Errors
-    /// [`QueueFullError`] if the lane already has the maximum number of waiting calls.
+    /// [Adds](Self::enqueue) a call that was granted before, at the place of its first [arrival](Self::arrival), even if the
+    /// lane is full: there are only as many such calls as were in flight.
     #[inline]
-    pub fn enqueue_again(
-        &mut self,
-        arrival: u64,
-        lane: Lane,
-        cost: u64,
-        deadline: Time,
-        now: Time,
-    ) -> Result<Ticket, QueueFullError> {
-        self.check_room(lane)?;
-        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, is_protected: false };
+    pub fn enqueue_again(&mut self, arrival: u64, lane: Lane, cost: u64, deadline: Time, now: Time) -> Ticket {
+        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, is_joined: false };
         let index = match self.free_slots.pop() {
             Some(index) => {
                 let entry = &mut self.calls[index as usize];
@@ -199,7 +190,7 @@ impl Lanes {
         };
         self.deadlines.set(index, deadline);
         self.insert(lane, index, now);
-        Ok(self.ticket(index))
+        self.ticket(index)
     }
 
     /// Moves a call to a more urgent lane, ahead of later arrivals. Returns false if it has left or isn't less urgent. A full
@@ -225,10 +216,10 @@ impl Lanes {
         self.call(ticket).map(|call| call.arrival)
     }
 
-    /// Records that other callers wait for a call too, or that the provider keeps room for it. It isn't displaced any longer.
-    pub fn protect(&mut self, ticket: Ticket) {
+    /// Records that other callers wait for a call too. It isn't displaced any longer.
+    pub fn join(&mut self, ticket: Ticket) {
         if self.call(ticket).is_some() {
-            self.calls[ticket.index()].is_protected = true;
+            self.calls[ticket.index()].is_joined = true;
         }
     }
 

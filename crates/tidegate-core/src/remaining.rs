@@ -105,6 +105,11 @@ impl RemainingTracker {
         self.cost.reserve(cost);
     }
 
+    /// Forgets the number of calls that are left: the provider keeps room for one.
+    pub(crate) fn forget_calls(&mut self) {
+        self.calls.remaining = None;
+    }
+
     /// Records the end of a request that was sent at `sent_at`, with the report of its reply.
     pub(crate) fn record_end(&mut self, cost: u64, sent_at: Time, answered: bool, reported: Remaining) {
         self.in_flight = self.in_flight.saturating_sub(1);

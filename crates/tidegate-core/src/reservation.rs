@@ -23,7 +23,8 @@ use thiserror::Error;
 use crate::quota::Period;
 use crate::{PER_MILLE, Rate, Span, Time};
 
-/// The largest number of reservations and forfeits of one key. At the bound, refused callers get no reservation.
+/// The largest number of reservations and forfeits of one key. At the bound, the oldest forfeits are forgotten;
+/// without any, refused callers get no reservation.
 pub const MAX_RECORDS: usize = 1024;
 /// The number of horizons from the end of a reservation that was forfeited to the caller's next one: the reservations of
 /// callers that never come are set aside in less than one of eleven.

@@ -108,6 +108,7 @@ pub(crate) fn throttled_report(reply: AttemptReport, quota: Option<(LimitId, Tim
     AttemptReport {
         class: Class::Throttled,
         retry_after: quota.map(|(_, ends)| ends.since(now)).or(reply.retry_after),
+        has_reservation: reply.has_reservation && quota.is_none(),
         spent_quota: quota.map(|(quota, _)| quota),
         spent_until: None,
         ..reply

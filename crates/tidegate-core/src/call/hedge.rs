@@ -17,6 +17,7 @@ impl Call {
             stage: CallStage::Idle,
             holds_budget_retry: true,
             is_hedge: true,
+            keeps_place: false,
             ..*self
         })
     }

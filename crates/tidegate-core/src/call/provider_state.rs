@@ -35,6 +35,8 @@ pub struct ProviderState {
     pub(super) tunnels: u32,
     /// True if the last throttled reply had a reservation.
     pub(super) gives_reservations: bool,
+    /// The calls in a row that came by a reservation and were refused, without a success between.
+    pub(super) missed_reservations: u8,
     /// The circuit breaker of the provider.
     pub breaker: Breaker,
     /// The budget of retries.
@@ -139,6 +141,7 @@ impl ProviderState {
             remaining_trackers: alloc::vec![RemainingTracker::default(); trackers],
             tunnels: 0,
             gives_reservations: false,
+            missed_reservations: 0,
             pool: pool.with_max_in_flight(rules.max_in_flight_per_credential),
             adaptive_limit: limit,
             pace: None,
@@ -162,6 +165,7 @@ impl ProviderState {
         self.pool.end_all_cooldowns();
         self.remaining_trackers.fill(RemainingTracker::default());
         (self.pace, self.adaptive_limit, self.lead) = (pace, limit, rules.lead);
+        (self.gives_reservations, self.missed_reservations) = (false, 0);
         self.apply_adaptive_limit(rules);
         self.lanes.clear_refusals();
     }

@@ -7,7 +7,10 @@ use super::{
     ProviderState, SentRequest, push_required,
 };
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
-use crate::{Class, MAX_COST, Op, Span, Time, Verb};
+use crate::{Class, MAX_COST, Op, Remaining, Span, Time, Verb};
+
+/// The calls in a row that may come by a reservation and be refused: several that are refused at once share one.
+const MAX_MISSED_RESERVATIONS: u8 = 8;
 
 impl Call {
     /// Handles the end of an attempt and decides the next step.
@@ -46,7 +49,7 @@ impl Call {
             unreplayable_reason: reply.unreplayable_reason,
             asks_not_to_retry: reply.asks_not_to_retry,
             retry_after: reply.retry_after,
-            has_reservation: reply.has_reservation,
+            has_reservation: self.keeps_place,
             has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
         };
         let retry = &rules.lane_rules[self.own_lane as usize].retry;
@@ -55,9 +58,8 @@ impl Call {
                 self.holds_budget_retry = reply.class == Class::Transient;
                 // The reply's body is not read further.
                 self.end_streaming(state);
-                self.keeps_place = reply.has_reservation;
                 // It waits for its closed credential in the queue, ahead of later calls.
-                NextStep::RetryAt(if reply.has_reservation { now } else { at })
+                NextStep::RetryAt(if self.keeps_place { now } else { at })
             }
             Err(reason) => NextStep::Failed(match (reason, reply.spent_quota, reply.retry_after) {
                 (
@@ -126,6 +128,13 @@ impl Call {
     ) -> Option<usize> {
         let sent = self.take_sent()?;
         let elapsed = now.since(sent.sent_at);
+        match reply.class {
+            Class::Throttled => self.note_reservation(state, reply),
+            Class::Success => (self.keeps_place, state.missed_reservations) = (false, 0),
+            _ => self.keeps_place = false,
+        }
+        // A provider that gives reservations tells the exact time as it refuses a call.
+        let calls_left = reply.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
         state.stats.attempts[reply.class as usize] += 1;
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
@@ -139,12 +148,16 @@ impl Call {
             state.lanes.clear_refusals();
         }
         if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
-            tracker.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, reply.remaining);
+            let remaining = Remaining { calls: calls_left, ..reply.remaining };
+            tracker.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, remaining);
+            if self.keeps_place {
+                tracker.forget_calls();
+            }
             state.lanes.clear_refusals();
         }
         let is_alone = rules.credential_keys.len() == 1;
         if let Some(pace) = &mut state.pace {
-            pace.ended(sent.sent_at, reply.class, reply.remaining.calls.filter(|_| is_alone), now, rng);
+            pace.ended(sent.sent_at, reply.class, calls_left.filter(|_| is_alone), now, rng);
             state.lanes.clear_refusals();
         }
         if let Some(adaptive) = &mut state.adaptive_limit {
@@ -181,18 +194,17 @@ impl Call {
             // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
             Class::Throttled if state.pace.is_some() && is_alone && reply.retry_after.is_none() => {}
             Class::Throttled => {
-                state.gives_reservations = reply.has_reservation;
                 state.double_lead(sent.sent_at, now);
                 let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
                 // At the end of a longer closing, the reservation could be over.
-                let verb = if reply.has_reservation { Verb::Debit } else { Verb::Throttle { generation } };
+                let verb = if self.keeps_place { Verb::Debit } else { Verb::Throttle { generation } };
                 update_cooldown(rules, state, sent.credential, verb, requested_wait);
                 // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
                 if requested_wait.is_zero() {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     let free_at = now + requested_wait;
-                    if reply.has_reservation {
+                    if self.keeps_place {
                         state.pool.set_reserved_at(sent.credential, free_at, now);
                         state.lanes.clear_refusals();
                     } else {
@@ -220,11 +232,22 @@ impl Call {
                 disable_credential(rules, state, rejected, now);
             }
         }
-        // A provider that gives reservations tells the exact time as it refuses a call.
         if let Some(until) = reply.spent_until.filter(|until| *until > now && !state.gives_reservations) {
             state.pool.set_cooling_until(sent.credential, until, now);
         }
         Some(sent.credential)
+    }
+
+    /// Notes the reservation of a refusal, unless calls that came by theirs are refused again and again: then the back-off
+    /// protects the provider.
+    #[cold]
+    fn note_reservation(&mut self, state: &mut ProviderState, reply: &AttemptReport) {
+        if core::mem::take(&mut self.keeps_place) {
+            state.missed_reservations = state.missed_reservations.saturating_add(1);
+        }
+        let is_told = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
+        state.gives_reservations = is_told && state.missed_reservations < MAX_MISSED_RESERVATIONS;
+        self.keeps_place = state.gives_reservations;
     }
 
     fn take_sent(&mut self) -> Option<SentRequest> {

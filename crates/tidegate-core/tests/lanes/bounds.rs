@@ -58,7 +58,7 @@ fn joined_and_more_patient_calls_keep_their_places() {
     assert!(enqueue(&mut lanes, 299).is_err(), "it might leave the place unused");
     assert!(enqueue(&mut lanes, 300).is_ok());
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Displaced(patient));
-    lanes.protect(last);
+    lanes.join(last);
     assert!(enqueue(&mut lanes, 900).is_err(), "several callers would fail");
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(100)));
 }

@@ -158,6 +158,7 @@ impl LocalFallback {
             Some(Usage::Cooldown(gate)) if gate.opens_at > now => {
                 vec![batch(0, Verb::Debit, gate.opens_at.since(now).as_micros())]
             }
+            Some(Usage::Cooldown(_)) => Vec::new(),
             Some(Usage::Pace(pacer)) if pacer.interval > 0 => vec![batch(0, Verb::Debit, pacer.interval)],
             Some(Usage::Concurrency(permits)) => {
                 let live = permits.iter().filter(|permit| permit.expires > now);

@@ -5,6 +5,7 @@ use std::time::Duration;
 use tidegate::outbound::{CallErrorKind, CallOptions};
 use tidegate::{Clock as _, Span};
 use tidegate_core::call::AttemptReport;
+use tidegate_core::{Remaining, RemainingAmount};
 
 use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
 
@@ -41,24 +42,51 @@ async fn retry_after_is_waited_for() {
 /// Neither the back-off nor a cool-down nor a spent allowance delays a reservation, and calls that came later don't overtake it.
 #[tokio::test(start_paused = true)]
 async fn reservations_are_used_at_their_instants_in_order() {
-    let settings = "adaptive = \"off\"\nretry = { base = \"5s\", jitter = \"none\" }\n\
-                    cooldown = { base = \"10s\", cap = \"1m\" }\n";
-    let (api, log) = (provider(settings), Log::default());
-    let reserved = AttemptReport { retry_after: Some(Span::from_millis(70)), has_reservation: true, ..THROTTLED };
-    let spent = AttemptReport { spent_until: Some(api.clock().now() + Span::from_secs(9)), ..GOOD };
-    let call = |name, replies: &[AttemptReport], millis| {
-        let upstream = Answers::of(&api, replies, &log, name).after(Duration::from_millis(millis));
-        spawn(&api, CallOptions::default(), upstream)
-    };
-    let mut calls = vec![call(0, &[spent], 5), call(1, &[reserved, reserved, GOOD], 10), call(2, &[spent], 20)];
-    tokio::time::sleep(Duration::from_millis(30)).await;
-    calls.extend([call(3, &[GOOD], 10), call(4, &[GOOD], 10)]);
-    for (call, requests) in calls.into_iter().zip([1, 3, 1, 1, 1]) {
-        assert_eq!(call.await.unwrap().unwrap(), requests);
+    for more in ["", "learn_limits = true\n"] {
+        let settings = "adaptive = \"off\"\nretry = { base = \"5s\", jitter = \"none\" }\n\
+                        cooldown = { base = \"10s\", cap = \"1m\" }\n";
+        let (api, log) = (provider(&format!("{settings}{more}")), Log::default());
+        let spent_until = api.clock().now() + Span::from_secs(9);
+        let amount = RemainingAmount { amount: 0, limit: None, resets_at: spent_until };
+        let remaining = Remaining { calls: Some(amount), cost: None };
+        let spent = AttemptReport { spent_until: Some(spent_until), remaining, ..GOOD };
+        let retry_after = Some(Span::from_millis(70));
+        let reserved = AttemptReport { retry_after, remaining, has_reservation: true, ..THROTTLED };
+        let call = |name, replies: &[AttemptReport], millis| {
+            let upstream = Answers::of(&api, replies, &log, name).after(Duration::from_millis(millis));
+            spawn(&api, CallOptions::default(), upstream)
+        };
+        // With learnt limits, nothing is sent beside the first call.
+        let is_alone = !more.is_empty();
+        let mut calls = Vec::new();
+        if !is_alone {
+            calls.extend([call(8, &[spent], 5), call(9, &[spent], 20)]);
+        }
+        calls.push(call(1, &[reserved, reserved, GOOD], 10));
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        calls.extend([call(2, &[GOOD], 10), call(3, &[GOOD], 10)]);
+        for call in calls {
+            call.await.unwrap().unwrap();
+        }
+        let starts: Vec<_> = starts(&log).into_iter().filter(|(_, name)| *name < 8).collect();
+        assert_eq!(starts[..3], [(0, 1), (80, 1), (160, 1)], "{more}");
+        assert_eq!(starts[3..].iter().map(|(_, name)| *name).collect::<Vec<_>>(), [2, 3], "{more}");
+    }
+}
+
+/// A provider whose reservations never admit a call is asked less and less.
+#[tokio::test(start_paused = true)]
+async fn useless_reservations_are_backed_off_from() {
+    let (api, log) =
+        (provider("adaptive = \"off\"\ntimeout = \"10m\"\nretry = { max_attempts = 3 }\n"), Log::default());
+    let useless = AttemptReport { retry_after: Some(Span::from_millis(1)), has_reservation: true, ..THROTTLED };
+    for name in 0..12 {
+        let sent = api.call(CallOptions::default(), &mut Answers::of(&api, &[useless], &log, name)).await;
+        assert!(sent.is_err(), "{sent:?}");
     }
     let starts = starts(&log);
-    assert_eq!(starts[..5], [(0, 0), (0, 1), (0, 2), (80, 1), (160, 1)]);
-    assert_eq!(starts[5..].iter().map(|(_, name)| *name).collect::<Vec<_>>(), [3, 4]);
+    let last = starts.len() - 1;
+    assert!(starts[12].0 < 2_000 && starts[last].0 - starts[last - 1].0 >= 30_000, "{starts:?}");
 }
 
 #[tokio::test(start_paused = true)]
