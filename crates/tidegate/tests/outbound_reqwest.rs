@@ -37,6 +37,7 @@ struct Arrived {
     uri: String,
     authorization: Option<String>,
     api_key: Option<String>,
+    reservation: Option<String>,
     length: Option<String>,
     body: Bytes,
 }
@@ -66,6 +67,7 @@ impl Server {
                 uri: parts.uri.to_string(),
                 authorization: header("authorization"),
                 api_key: header("x-api-key"),
+                reservation: header("tidegate-reservation"),
                 length: header("content-length"),
                 body: body.to_bytes(),
             });
@@ -200,6 +202,29 @@ async fn a_throttled_call_waits_for_retry_after() {
     let times = server.told(|arrived| arrived.at);
     let waited = times[1].since(times[0]);
     assert!(waited >= Span::from_millis(990), "{waited}");
+}
+
+/// The instant is over, so that the call waits for 200 ms.
+#[tokio::test]
+async fn a_reservation_is_presented_once() {
+    let server = Server::new(|number, _| match number {
+        0 => {
+            let headers = [("retry-after", "1"), ("tidegate-reservation", "rabc;at=1")];
+            (StatusCode::TOO_MANY_REQUESTS, headers).into_response()
+        }
+        _ => "".into_response(),
+    });
+    let server = server.await;
+    let client = client(&server.outbound(BEARER));
+    for attempts in [2, 1] {
+        let reply = client.get(server.url("/v1/x")).send().await.unwrap();
+        assert_eq!((reply.status(), happened(&reply).attempts), (StatusCode::OK, attempts));
+    }
+    let presented = server.told(|arrived| arrived.reservation.clone());
+    assert_eq!(presented, [None, Some("rabc".to_owned()), None]);
+    let times = server.told(|arrived| arrived.at);
+    let waited = times[1].since(times[0]);
+    assert!(waited >= Span::from_millis(190), "{waited}");
 }
 
 #[tokio::test]

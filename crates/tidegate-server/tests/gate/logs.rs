@@ -79,7 +79,9 @@ async fn a_wrong_clock_is_reported_once() {
     let text = lines.text();
     let told: Vec<&str> = text.lines().filter(|line| line.contains("drift_secs=")).collect();
     assert_eq!(told.len(), 1, "{text}");
-    assert!(told[0].contains(" WARN ") && told[0].contains("drift_secs=3599"), "{}", told[0]);
+    // The system may correct its time meanwhile.
+    let is_an_hour = ["drift_secs=3599", "drift_secs=3600"].iter().any(|drift| told[0].contains(drift));
+    assert!(told[0].contains(" WARN ") && is_an_hour, "{}", told[0]);
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use http::{Request, StatusCode};
+use http::{HeaderValue, Request, StatusCode};
 use http_body_util::Full;
 use tidegate::Span;
 use tidegate::outbound::{CallErrorKind, CallOptions, CallStats, OutboundError, SendError, TargetError};
@@ -126,6 +126,24 @@ async fn retry_after_dates_use_the_servers_clock() {
     let arrived = api.arrived();
     let waited = arrived[1].at - arrived[0].at;
     assert!(waited >= Duration::from_secs(20) && waited < Duration::from_secs(22), "{waited:?}");
+}
+
+/// By this clock the instant is over, so that the call waits for 200 ms, and not for the back-off.
+#[tokio::test(start_paused = true)]
+async fn a_reservation_is_presented_once() {
+    let api = Api::new(|number, _| match number {
+        0 => answer(429, &[("retry-after", "1"), ("tidegate-reservation", "rabc;at=1")], ""),
+        _ => status(200),
+    });
+    let service = layer("retry = { base = \"5s\", jitter = \"none\" }").layer(api.clone());
+    for _ in 0..2 {
+        assert_eq!(ask(&service, get("/x")).await.unwrap().status(), StatusCode::OK);
+    }
+    let arrived = api.arrived();
+    let waited = arrived[1].at - arrived[0].at;
+    assert!(waited >= Duration::from_millis(200) && waited < Duration::from_millis(250), "{waited:?}");
+    let presented = arrived.iter().map(|request| request.headers.get("tidegate-reservation"));
+    assert_eq!(presented.collect::<Vec<_>>(), [None, Some(&HeaderValue::from_static("rabc")), None]);
 }
 
 #[tokio::test(start_paused = true)]
