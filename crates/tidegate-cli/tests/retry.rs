@@ -150,6 +150,15 @@ fn curls_exit_codes_and_messages_decide() {
     }
 }
 
+/// Answers the next request with this status, these header lines and a body of `yes`. Returns the lines of its head.
+fn answer(listener: &TcpListener, status: &str, headers: &str) -> Vec<String> {
+    let (mut connection, _) = listener.accept().unwrap();
+    let lines = BufReader::new(&connection).lines().map(Result::unwrap);
+    let head = lines.take_while(|line| !line.is_empty()).collect();
+    write!(connection, "HTTP/1.1 {status}\r\n{headers}content-length: 3\r\nconnection: close\r\n\r\nyes").unwrap();
+    head
+}
+
 #[test]
 fn curls_headers_give_the_wait() {
     if require_program("curl").is_none() {
@@ -159,11 +168,7 @@ fn curls_headers_give_the_wait() {
     let url = format!("http://{}/", listener.local_addr().unwrap());
     std::thread::spawn(move || {
         for reply in ["429 Too Many Requests", "200 OK", "503 Service Unavailable", "200 OK"] {
-            let (mut connection, _) = listener.accept().unwrap();
-            let head = BufReader::new(&connection).lines().map(Result::unwrap);
-            head.take_while(|line| !line.is_empty()).for_each(drop);
-            let headers = "retry-after: 0.3\r\ncontent-length: 3\r\nconnection: close";
-            write!(connection, "HTTP/1.1 {reply}\r\n{headers}\r\n\r\nyes").unwrap();
+            answer(&listener, reply, "retry-after: 0.3\r\n");
         }
     });
     let folder = ScratchDir::new();
@@ -185,18 +190,14 @@ fn a_reservation_is_presented_at_its_instant() {
     let url = format!("http://{}/", listener.local_addr().unwrap());
     let server = std::thread::spawn(move || {
         let millis = || SystemClock::new().now().as_micros() / 1000;
-        let next_head = |reply: &str, header: String| {
-            let (mut connection, _) = listener.accept().unwrap();
-            let head = BufReader::new(&connection).lines().map(Result::unwrap);
-            let head: Vec<String> = head.take_while(|line| !line.is_empty()).collect();
-            let headers = "retry-after: 1\r\ncontent-length: 3\r\nconnection: close";
-            write!(connection, "HTTP/1.1 {reply}\r\n{headers}\r\n{header}\r\nyes").unwrap();
-            head.into_iter().filter(|line| line.to_ascii_lowercase().starts_with("tidegate-")).collect::<Vec<_>>()
-        };
         let at = millis() + 700;
-        let first = next_head("429 Too Many Requests", format!("tidegate-reservation: rabc;at={at}\r\n"));
-        let second = next_head("200 OK", String::new());
-        (first, second, millis().saturating_sub(at))
+        let refusal = format!("retry-after: 1\r\ntidegate-reservation: rabc;at={at}\r\n");
+        let heads =
+            [answer(&listener, "429 Too Many Requests", &refusal), answer(&listener, "200 OK", "retry-after: 1\r\n")];
+        let late = millis().saturating_sub(at);
+        let is_ours = |line: &String| line.to_ascii_lowercase().starts_with("tidegate-");
+        let [first, second] = heads.map(|head| head.into_iter().filter(is_ours).collect::<Vec<_>>());
+        (first, second, late)
     });
     let command = format!("curl -fsS -D /dev/stderr -H \"Tidegate-Reservation: $TIDEGATE_RESERVATION\" {url}");
     let words = ["--curl", "--base", "9s", "--jitter", "none", "--", "sh", "-c", &command];
