@@ -168,8 +168,9 @@ impl Lanes {
     #[inline]
     pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFullError> {
         self.check_room(lane)?;
+        let arrival = self.next_arrival;
         self.next_arrival += 1;
-        Ok(self.enqueue_again(self.next_arrival - 1, lane, cost, deadline, now))
+        Ok(self.enqueue_again(arrival, lane, cost, deadline, now))
     }
 
     /// [Adds](Self::enqueue) a call that was granted before, at the place of its first [arrival](Self::arrival), even if the

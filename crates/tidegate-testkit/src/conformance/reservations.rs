@@ -1,6 +1,6 @@
 //! Reservations, against core and under concurrency.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -20,6 +20,11 @@ use crate::random::RandomSource;
 use crate::reference::ReferenceStore;
 
 const KEY: Key = Key::new(7, 0x9e37_79b9_7f4a_7c15);
+
+/// Places in [`limits`].
+const RATE: usize = 0;
+const WINDOW: usize = 2;
+const QUOTA: usize = 3;
 
 /// Limits of each kind that reserves or spreads, and two plain ones that may refuse beside them.
 fn limits() -> Result<Arc<Limits>, String> {
@@ -179,7 +184,7 @@ pub(super) fn clock_steps<B: Backend>(backend: &B, _: &ConformanceOptions) -> Re
 
 /// Checks that reservations hold by the store's time, though the clocks of two gates are wrong.
 pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
-    let limits = limits_with([(500, 1500), (1000, 300), (600, 500), (500, 1000)])?;
+    let limits = limits_with([(500, 1500), (1000, 300), (600, 1500), (500, 1500)])?;
     let first = StoreUnderTest::open(backend, &limits);
     if first.set_now(start_time()) {
         // Such a store has the time of its gates.
@@ -187,43 +192,53 @@ pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> R
     }
     let Some(second) = first.with_limits(&limits, start_time())? else { return Ok(()) };
     let gates = [first, second];
-    let (mut admitted, mut agenda) = (Vec::new(), BTreeMap::new());
+    let (mut admitted, mut agenda) = ([const { Vec::new() }; 4], BTreeSet::new());
     let (skew, mut store_time) = (Span::from_millis(200), start_time());
-    let mut ask = |gate: usize, caller: u64, presented: Time| {
+    let mut ask = |gate: usize, limit: usize, caller: u64, presented: Time| {
         let clock = Time::ZERO + store_time.since(Time::ZERO + skew) + skew.times(2 * gate as u64);
-        let outcomes = gates[gate].apply(&call(0, caller, 1, presented)?, clock)?;
+        let outcomes = gates[gate].apply(&call(limit, caller, 1, presented)?, clock)?;
         let (now, outcome) = (outcomes.now(), outcomes.list()[0]);
         store_time = now;
         if outcome.verdict == Verdict::Admitted {
-            admitted.push(now);
+            admitted[limit].push(now);
         }
         Ok::<(Time, Outcome), String>((now, outcome))
     };
-    for caller in 1..=20 {
-        let (_, outcome) = ask(caller as usize % 2, caller, Time::ZERO)?;
-        if outcome.reserved_at > Time::ZERO {
-            agenda.insert(outcome.reserved_at, caller);
+    for limit in [RATE, WINDOW, QUOTA] {
+        for caller in 1..=20 {
+            let (_, outcome) = ask(caller as usize % 2, limit, caller, Time::ZERO)?;
+            if outcome.reserved_at > Time::ZERO {
+                agenda.insert((outcome.reserved_at, limit, caller));
+            }
         }
+        let reserved = agenda.iter().filter(|(_, of, _)| *of == limit).count();
+        expect_equal(&format!("limit {limit} reserves: {reserved}"), reserved >= 2, true)?;
     }
-    expect_equal("reservations", agenda.len() >= 6, true)?;
-    for (at, caller) in agenda {
+    for (at, limit, caller) in agenda {
         loop {
             // A caller without a reservation takes no room from it, and tells the store's time.
-            let (now, _) = ask(1, 100, Time::NEVER)?;
+            let (now, _) = ask(1, limit, 100, Time::NEVER)?;
             if now >= at {
                 break;
             }
             thread::sleep((at.since(now)).as_duration().min(Duration::from_millis(50)));
         }
-        let (now, outcome) = ask((caller as usize + 1) % 2, caller, at)?;
+        let (now, outcome) = ask((caller as usize + 1) % 2, limit, caller, at)?;
         let found = (outcome.verdict, outcome.reserved_at);
-        expect_equal(&format!("caller {caller} at {now:?}"), found, (Verdict::Admitted, at))?;
+        expect_equal(&format!("limit {limit}, caller {caller} at {now:?}"), found, (Verdict::Admitted, at))?;
     }
     let rate = Rate::new(10, Span::from_secs(1), 5).map_err(|error| error.to_string())?;
     let mut arrival = ArrivalTime::default();
-    for now in admitted {
+    for &now in &admitted[RATE] {
         expect_equal("calls beyond the rate", rate.retry_at(arrival, 1, now) > now, false)?;
         arrival = rate.charge(arrival, 1, now);
+    }
+    for (first, fifth) in admitted[WINDOW].iter().zip(admitted[WINDOW].iter().skip(4)) {
+        expect_equal("calls beyond the window", fifth.since(*first) < Span::from_secs(2), false)?;
+    }
+    let period = |now: &Time| now.since(Time::ZERO).as_micros() / 3_000_000;
+    for (first, seventh) in admitted[QUOTA].iter().zip(admitted[QUOTA].iter().skip(6)) {
+        expect_equal("calls beyond the quota", period(first) == period(seventh), false)?;
     }
     Ok(())
 }
