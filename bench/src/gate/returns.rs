@@ -56,9 +56,12 @@ pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
         ("every second", "", Return::EverySecond),
     ];
     let half: &[_] = &[(OURS, "reserve = { share = 0.5, by = \"header:x-client\" }", Return::Reservation)];
-    for (name, clients, rate, least, subjects) in
-        [("100", 100, 10, 9.0, whole), ("1k", 1000, 100, 9.0, whole), ("half", 100, 10, 18.0, half)]
-    {
+    for (name, clients, rate, least, subjects) in [
+        ("100", 100, 10, 9.0, whole),
+        ("1k", 1000, 100, 9.0, whole),
+        ("half-100", 100, 10, 18.0, half),
+        ("half-1k", 1000, 100, 18.0, half),
+    ] {
         let names = ["time", "requests"].map(|measure| format!("gate/returns/{name}/{measure}"));
         if !names.iter().any(|name| options.wants(name)) {
             continue;
