@@ -5,7 +5,7 @@ use std::io::{self, BufReader, Write as _};
 use std::net::{Ipv4Addr, TcpStream};
 use std::sync::{Arc, Barrier};
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
@@ -124,11 +124,10 @@ fn call(client: u32, port: u16, way: Return, start: &Barrier) -> io::Result<(f64
         let retry_after =
             field("retry-after:").and_then(|text| text.parse().ok()).map_or(Duration::ZERO, Duration::from_secs);
         let wait = match way {
-            Return::Reservation => match field("tidegate-reservation:").and_then(|text| text.split_once(";at=")) {
-                Some((given, at)) => {
+            Return::Reservation => match field("tidegate-reservation:").and_then(|text| text.split_once(";wait=")) {
+                Some((given, wait)) => {
                     token = format!("tidegate-reservation: {given}\r\n");
-                    let at = UNIX_EPOCH + Duration::from_millis(at.parse().map_err(io::Error::other)?);
-                    at.duration_since(SystemTime::now()).unwrap_or_default()
+                    Duration::from_millis(wait.parse().map_err(io::Error::other)?)
                 }
                 None => retry_after,
             },

@@ -196,7 +196,7 @@ impl<'a> RetryRunner<'a> {
                 unreplayable_reason: None,
                 asks_not_to_retry: false,
                 retry_after: seen.wait(now),
-                has_reservation: class == Class::Throttled && seen.token().is_some(),
+                has_reservation: class == Class::Throttled && seen.reservation().is_some(),
                 has_other_credential: false,
             };
             let next = tries.next_attempt_at(&self.retry, &attempt, None, now, &mut rng);
@@ -204,7 +204,7 @@ impl<'a> RetryRunner<'a> {
                 format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
             match next {
                 Ok(at) => {
-                    self.launcher.set_reservation(seen.token());
+                    self.launcher.set_reservation(seen.reservation().map(|(token, _)| token));
                     self.print_status(&format!("{of}; trying again in {}", describe_wait(at.since(now))));
                     if let Some(signal) = self.wait_until(at) {
                         return signal.status();

@@ -129,10 +129,10 @@ pub struct Call {
     holds_budget_retry: bool,
     /// True if another caller waits for it too.
     is_joined: bool,
-    /// Its number in the order of arrival, once it was granted. It enters the queue there again if `keeps_place` is true.
+    /// Its number in the order of arrival, once it was granted. It enters the queue there again if it has a reservation.
     arrival: Option<u64>,
-    /// True if its last request was refused, and the provider keeps room for the next one.
-    keeps_place: bool,
+    /// The credential for whose next request the provider keeps room, since it refused this call's last one.
+    reserved_credential: u16,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
     is_hedge: bool,
 }
@@ -161,7 +161,7 @@ impl Call {
             holds_budget_retry: false,
             is_joined: false,
             arrival: None,
-            keeps_place: false,
+            reserved_credential: NO_CREDENTIAL,
             is_hedge: false,
         }
     }
@@ -227,7 +227,7 @@ impl Call {
         if state.pool.all_closed_until(now).is_some_and(|closed_until| closed_until >= self.deadline) {
             return Err(state.no_credential(now).failure());
         }
-        let place = self.arrival.filter(|_| self.keeps_place);
+        let place = self.arrival.filter(|_| self.reserved_credential != NO_CREDENTIAL);
         let refusal = match place {
             None => state.lanes.refused_behind(self.deadline, self.lane, self.cost, now),
             Some(_) => state.lanes.refused_past(self.deadline, self.lane, self.cost, now),

@@ -59,8 +59,8 @@ struct QueuedCall {
     cost: u64,
     generation: u32,
     lane: Lane,
-    /// True if other callers wait for it too, so that it isn't displaced.
-    is_joined: bool,
+    /// True if it isn't displaced: other callers wait for it too, or it has [entered again](Lanes::enqueue_again).
+    keeps_place: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -79,7 +79,8 @@ struct LaneQueue {
 /// The queued calls of one provider in one process, and the number of calls in flight.
 ///
 /// A driver reports each event and then calls [`Lanes::poll`] until it returns [`QueueStep::Sleep`]. Enqueueing,
-/// removing and selecting a call take O(log n). At most `max_waiting` calls wait in each lane. Their memory is kept.
+/// removing and selecting a call take O(log n). At most `max_waiting` calls wait in each lane, and those that have entered
+/// [again](Self::enqueue_again). Their memory is kept.
 #[derive(Clone, Debug)]
 pub struct Lanes {
     max_in_flight: u32,
@@ -138,12 +139,15 @@ impl Lanes {
     /// Displaces a call of a full lane that [`displaces`](LaneSpec::displaces), so that a new one with this deadline finds
     /// room: the second one, which has waited longest of those whose turn it isn't. The next [`Lanes::poll`] names it.
     ///
-    /// Changes nothing, and returns false, if the second call has a later deadline, is asking the store or was
-    /// [joined](Self::join), or if the last displaced call is still to be named. A router may drop from the front of a full
-    /// queue, too (RFC 7567 §2): as many calls are sent, each after a shorter wait.
+    /// Changes nothing, and returns false, if the second call has a later deadline, is asking the store, was
+    /// [joined](Self::join) or has entered [again](Self::enqueue_again), if the lane has more calls than its maximum, or if
+    /// the last displaced call is still to be named. A router may drop from the front of a full queue, too (RFC 7567 §2): as
+    /// many calls are sent, each after a shorter wait.
     #[cold]
     pub fn make_room(&mut self, lane: Lane, deadline: Time) -> bool {
-        if self.check_room(lane).is_ok() || !self.queue(lane).spec.displaces || self.displaced.is_some() {
+        let LaneSpec { max_waiting, displaces, .. } = self.queue(lane).spec;
+        // The place of one of too many calls isn't free for another.
+        if self.waiting(lane) != max_waiting as usize || !displaces || self.displaced.is_some() {
             return false;
         }
         let Some((_, index)) = self.queue(lane).order.second() else { return false };
@@ -151,7 +155,7 @@ impl Lanes {
         // A call that can wait less long than the second might leave the place unused.
         let gives_way = self.deadlines.key(index).is_some_and(|own| own <= deadline);
         // An answer that is under way would be wasted.
-        if !gives_way || self.asking == Some(ticket) || self.calls[ticket.index()].is_joined {
+        if !gives_way || self.asking == Some(ticket) || self.calls[ticket.index()].keeps_place {
             return false;
         }
         self.remove(ticket);
@@ -170,14 +174,20 @@ impl Lanes {
         self.check_room(lane)?;
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        Ok(self.enqueue_again(arrival, lane, cost, deadline, now))
+        Ok(self.add(arrival, lane, cost, deadline, now))
     }
 
     /// [Adds](Self::enqueue) a call that was granted before, at the place of its first [arrival](Self::arrival), even if the
-    /// lane is full: there are only as many such calls as were in flight.
-    #[inline]
+    /// lane is full: there are only as many such calls as were in flight. It isn't displaced.
     pub fn enqueue_again(&mut self, arrival: u64, lane: Lane, cost: u64, deadline: Time, now: Time) -> Ticket {
-        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, is_joined: false };
+        let ticket = self.add(arrival, lane, cost, deadline, now);
+        self.join(ticket);
+        ticket
+    }
+
+    #[inline]
+    fn add(&mut self, arrival: u64, lane: Lane, cost: u64, deadline: Time, now: Time) -> Ticket {
+        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, keeps_place: false };
         let index = match self.free_slots.pop() {
             Some(index) => {
                 let entry = &mut self.calls[index as usize];
@@ -220,7 +230,7 @@ impl Lanes {
     /// Records that other callers wait for a call too. It isn't displaced any longer.
     pub fn join(&mut self, ticket: Ticket) {
         if self.call(ticket).is_some() {
-            self.calls[ticket.index()].is_joined = true;
+            self.calls[ticket.index()].keeps_place = true;
         }
     }
 

@@ -36,6 +36,8 @@ pub(crate) struct RemainingTracker {
     /// The send time of the request with the newest known reply.
     newest_sent_at: Time,
     has_reply: bool,
+    /// True if the provider keeps room for the next call.
+    has_room: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -88,7 +90,8 @@ impl RemainingTracker {
     pub(crate) fn free_at(&mut self, cost: u64, now: Time) -> Time {
         self.calls.refresh(now);
         self.cost.refresh(now);
-        let exhausted_until = self.calls.exhausted_until(1).max(self.cost.exhausted_until(cost));
+        let calls_exhausted_until = self.calls.exhausted_until(1).filter(|_| !self.has_room);
+        let exhausted_until = calls_exhausted_until.max(self.cost.exhausted_until(cost));
         match exhausted_until {
             None if self.has_reply || self.in_flight == 0 => now,
             Some(until) if self.in_flight == 0 && !until.is_never() => until,
@@ -101,13 +104,14 @@ impl RemainingTracker {
 
     pub(crate) fn record_sent(&mut self, cost: u64) {
         self.in_flight = self.in_flight.saturating_add(1);
+        self.has_room = false;
         self.calls.reserve(1);
         self.cost.reserve(cost);
     }
 
-    /// Forgets the number of calls that are left: the provider keeps room for one.
-    pub(crate) fn forget_calls(&mut self) {
-        self.calls.remaining = None;
+    /// Forgets the number of calls that are left, and ignores it until the next call: the provider keeps room for that.
+    pub(crate) fn keep_room(&mut self) {
+        (self.calls.remaining, self.has_room) = (None, true);
     }
 
     /// Records the end of a request that was sent at `sent_at`, with the report of its reply.

@@ -276,8 +276,7 @@ impl RetryTracker {
         } else if min_wait > retry.max_retry_after {
             return Err(NoRetryReason::RetryAfterTooLong { retry_after: min_wait });
         } else {
-            let is_exact = attempt.has_reservation && !min_wait.is_zero();
-            let backoff = if is_exact { Span::ZERO } else { self.backoff.next(&retry.backoff, rng) };
+            let backoff = if attempt.has_reservation { Span::ZERO } else { self.backoff.next(&retry.backoff, rng) };
             backoff.max(min_wait)
         };
         let at = now + wait;

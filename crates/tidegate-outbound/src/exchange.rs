@@ -238,10 +238,9 @@ where
         }
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
-        if report.class == Class::Throttled
+        if report.has_reservation
             && let (Some(token), Some(wait)) = (reservation_to_present(&head.headers), report.retry_after)
         {
-            report.has_reservation = true;
             self.reservations.retain(|held| held.credential != credential);
             self.reservations.push(HeldReservation { token, credential, usable_from: now + wait });
         }

@@ -70,6 +70,8 @@ pub struct Hints {
     /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Tidegate-Reservation` (within the last second
     /// of `Retry-After`, so that a wrong clock does no harm), `Retry-After` (seconds or HTTP date).
     pub retry_after: Option<Span>,
+    /// True if `retry_after` is the wait until a reservation.
+    pub has_reservation: bool,
     /// The time until which nothing is left: the latest reset of all allowances at zero. The allowances are `RateLimit`
     /// (`r=0;t=…`, and `remaining=0, reset=…` of earlier drafts), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and
     /// those with which OpenAI and Anthropic count requests and tokens, each with its reset. A reset is a number, a
@@ -105,11 +107,13 @@ impl Hints {
             .or_else(|| {
                 let whole_seconds = single_value(headers, &RETRY_AFTER).and_then(|text| clock.retry_after(text));
                 let reservation = single_value(headers, &TIDEGATE_RESERVATION).and_then(|text| text.parse().ok());
+                hints.has_reservation = reservation.is_some() && whole_seconds.is_some();
                 let refine =
-                    |most| reservation.map_or(most, |reservation: ReplyReservation| reservation.wait(most, now));
+                    |most| reservation.map_or(most, |reservation: ReplyReservation| reservation.wait_within(most, now));
                 whole_seconds.map(refine)
             })
             .filter(|wait| !wait.is_zero());
+        hints.has_reservation &= hints.retry_after.is_some();
         for family in HEADER_FAMILIES.iter() {
             let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
             let wait = single_value(headers, &family.reset).and_then(|text| clock.reset(text));
@@ -309,6 +313,7 @@ mod tests {
     #[test]
     fn a_reservation_refines_the_wait_and_never_shortens_it_much() {
         let at = |millis: u64| format!("r0;at={}", NOW.as_micros() / 1000 + millis);
+        let reserved = |lines: &[(&'static str, &str)]| read(lines).has_reservation;
         for (millis, seconds, expected) in [
             (6_500, "7", 6_500),
             (7_000, "7", 7_000),
@@ -320,9 +325,20 @@ mod tests {
             let wait = waits(&[("tidegate-reservation", &at(millis)), ("retry-after", seconds)]);
             assert_eq!(wait, Some(expected), "{millis} {seconds}");
         }
+        // The time that the server tells doesn't depend on our clock.
+        for (wait, expected) in [(6_500, 6_500), (1_000, 6_000), (90_000, 7_000), (0, 6_000)] {
+            let lines = [("tidegate-reservation", &*format!("{};wait={wait}", at(0))), ("retry-after", "7")];
+            assert_eq!((waits(&lines), reserved(&lines)), (Some(expected), true), "{wait}");
+        }
         // Nothing bounds the wait by a clock that may be wrong.
         assert_eq!(waits(&[("tidegate-reservation", &at(6_500))]), None);
         assert_eq!(waits(&[("tidegate-reservation", "nonsense"), ("retry-after", "7")]), Some(7_000));
+        // Another wait isn't that of the reservation.
+        let reservation = ("tidegate-reservation", &*at(500));
+        for other in [("ratelimit", "\"a\";r=0;t=3600"), ("retry-after", "0"), ("retry-after-ms", "900")] {
+            assert!(!reserved(&[reservation, other]), "{other:?}");
+        }
+        assert!(!reserved(&[reservation, ("retry-after-ms", "900"), ("retry-after", "1")]));
     }
 
     #[test]

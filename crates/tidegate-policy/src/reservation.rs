@@ -1,7 +1,8 @@
 //! The text form of reservations: `Tidegate-Reservation`, a structured field (RFC 9651).
 //!
-//! A refusal carries `Tidegate-Reservation: TOKEN;at=MILLISECONDS`, where `at` is the instant as milliseconds since the Unix
-//! epoch, rounded up. The caller returns then, with `Tidegate-Reservation: TOKEN` in its request.
+//! A refusal carries `Tidegate-Reservation: TOKEN;at=MILLISECONDS;wait=MILLISECONDS`, where `at` is the instant since the
+//! Unix epoch, and `wait` the time until then, both rounded up. The caller returns then, with `Tidegate-Reservation: TOKEN`
+//! in its request.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +20,7 @@ pub const TIDEGATE_RESERVATION: HeaderName = HeaderName::from_static("tidegate-r
 /// The number of hexadecimal digits of an instant, which has 52 bits.
 const INSTANT_DIGITS: usize = 13;
 const SIGNATURE_DIGITS: usize = 16;
-/// The wait for a reservation whose instant is over by a clock that runs ahead: less than most graces.
+/// The wait for a reservation without one, whose instant is over by a clock that runs ahead: less than most graces.
 const WAIT_BY_FAST_CLOCK: Span = Span::from_millis(200);
 /// The longest token of any server that a client sends back, in bytes.
 const MAX_TOKEN: usize = 128;
@@ -88,27 +89,32 @@ pub struct ReplyReservation {
     pub token: String,
     /// The instant from which the server admits the call, by its clock.
     pub at: Time,
+    /// The time until then, counted from the reply, for clients whose clock differs.
+    pub wait: Option<Span>,
 }
 
 impl ReplyReservation {
-    /// The time until the instant, from `now` on. `most` is the reply's `Retry-After`: by it, a difference between the clocks
-    /// shortens the wait by less than a second, and never lengthens it. 200 ms if the instant is over: then the clock runs
-    /// ahead of the server's.
-    pub fn wait(&self, most: Span, now: Time) -> Span {
-        let wait = if self.at > now { self.at.since(now) } else { WAIT_BY_FAST_CLOCK };
-        wait.max(most - Span::from_secs(1)).min(most)
+    /// The time until the instant, from the reply's arrival at `now` on. `most` is the reply's `Retry-After`: the wait is at
+    /// most a second less, and never more. Without [`wait`](Self::wait), it depends on this machine's clock: then it is
+    /// 200 ms if the instant is over, because that clock runs ahead of the server's.
+    pub fn wait_within(&self, most: Span, now: Time) -> Span {
+        let until = if self.at > now { self.at.since(now) } else { WAIT_BY_FAST_CLOCK };
+        self.wait.unwrap_or(until).max(most - Span::from_secs(1)).min(most)
     }
 }
 
 impl FromStr for ReplyReservation {
     type Err = ReservationTokenError;
-    /// Reads the value of a reply's header: a token of at most 128 characters, and `at` among its parameters.
+    /// Reads the value of a reply's header: a token of at most 128 characters, with the parameter `at`, and maybe `wait`.
     fn from_str(text: &str) -> Result<Self, ReservationTokenError> {
         let item = read_item(text.as_bytes()).ok_or(ReservationTokenError)?;
         let token = item.bare_item.as_token().map(|token| token.as_str()).filter(|token| token.len() <= MAX_TOKEN);
-        let millis = item.params.get("at").and_then(|at| u64::try_from(i64::from(at.as_integer()?)).ok());
-        let (token, millis) = token.zip(millis).ok_or(ReservationTokenError)?;
-        Ok(Self { token: token.to_owned(), at: Time::ZERO + Span::from_millis(millis) })
+        let millis = |name| {
+            let millis = u64::try_from(i64::from(item.params.get(name)?.as_integer()?)).ok()?;
+            Some(Span::from_millis(millis))
+        };
+        let (token, at) = token.zip(millis("at")).ok_or(ReservationTokenError)?;
+        Ok(Self { token: token.to_owned(), at: Time::ZERO + at, wait: millis("wait") })
     }
 }
 
@@ -177,9 +183,15 @@ mod tests {
 
     #[test]
     fn replies_are_read_strictly() {
-        let read = |text: &str| text.parse::<ReplyReservation>().ok().map(|found| (found.token, found.at.as_micros()));
-        assert_eq!(read("rabc;at=1795766358181"), Some(("rabc".to_owned(), 1_795_766_358_181_000)));
-        assert_eq!(read("*a/b:c;x=1; at=5"), Some(("*a/b:c".to_owned(), 5_000)));
+        let read = |text: &str| {
+            let found = text.parse::<ReplyReservation>().ok()?;
+            Some((found.token, found.at.as_micros(), found.wait.map(Span::as_micros)))
+        };
+        assert_eq!(read("rabc;at=1795766358181"), Some(("rabc".to_owned(), 1_795_766_358_181_000, None)));
+        assert_eq!(read("*a/b:c;x=1; at=5;wait=7"), Some(("*a/b:c".to_owned(), 5_000, Some(7_000))));
+        for unreadable in ["-1", "1.5", "\"7\"", "?1", "a"] {
+            assert_eq!(read(&format!("r;wait={unreadable};at=5")), Some(("r".to_owned(), 5_000, None)), "{unreadable}");
+        }
         let long = format!("r{};at=5", "a".repeat(MAX_TOKEN));
         for wrong in [
             "",

@@ -218,8 +218,8 @@ impl Replies {
 
     /// Adds the reservation of a refused caller, as `Tidegate-Reservation`.
     fn add_reservation(decision: &Decision, headers: &mut HeaderMap) {
-        if let Some(ReservationReport { token, at }) = ReservationReport::new(decision)
-            && let Ok(value) = HeaderValue::try_from(format!("{token};at={at}"))
+        if let Some(ReservationReport { token, at, wait }) = ReservationReport::new(decision)
+            && let Ok(value) = HeaderValue::try_from(format!("{token};at={at};wait={wait}"))
         {
             headers.insert(TIDEGATE_RESERVATION, value);
         }
@@ -367,8 +367,8 @@ fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
         }
         None => text.put(r#","next_allowed_at":null"#),
     }
-    if let Some(ReservationReport { token, at }) = ReservationReport::new(decision) {
-        text.put(format!(r#","reservation":{{"token":"{token}","at":{at}}}"#));
+    if let Some(ReservationReport { token, at, wait }) = ReservationReport::new(decision) {
+        text.put(format!(r#","reservation":{{"token":"{token}","at":{at},"wait":{wait}}}"#));
     }
     if decision.is_reservation_unknown {
         text.put(r#","unknown_reservation":true"#);

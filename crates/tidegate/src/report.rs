@@ -86,12 +86,15 @@ pub struct ReservationReport {
     pub token: String,
     /// The instant from which it is, in milliseconds since the Unix epoch, rounded up.
     pub at: u64,
+    /// The time until then, in milliseconds, rounded up.
+    pub wait: u64,
 }
 
 impl ReservationReport {
     pub(crate) fn new(decision: &Decision) -> Option<Self> {
         let token = ReservationToken::new(decision.reservation.filter(|_| !decision.allowed)?);
-        Some(Self { token: token.to_string(), at: token.at_millis() })
+        let wait = decision.retry_after.unwrap_or_default().as_micros().div_ceil(1000);
+        Some(Self { token: token.to_string(), at: token.at_millis(), wait })
     }
 }
 

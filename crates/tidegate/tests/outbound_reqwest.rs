@@ -224,7 +224,8 @@ async fn a_reservation_is_presented_once() {
     assert_eq!(presented, [None, Some("rabc".to_owned()), None]);
     let times = server.told(|arrived| arrived.at);
     let waited = times[1].since(times[0]);
-    assert!(waited >= Span::from_millis(190), "{waited}");
+    // The cool-down would be a second.
+    assert!(waited >= Span::from_millis(190) && waited < Span::from_millis(900), "{waited}");
 }
 
 #[tokio::test]

@@ -50,8 +50,8 @@ pub(super) struct OutputMatches {
     pub(super) retry_after: Option<Span>,
     /// The HTTP status in the last message of curl.
     pub(super) http_status: Option<u16>,
-    /// The reservation that curl's output tells.
-    pub(super) reservation: Option<ReplyReservation>,
+    /// The reservation that curl's output tells, and the time at which it did.
+    pub(super) reservation: Option<(ReplyReservation, Time)>,
 }
 
 impl OutputMatches {
@@ -65,16 +65,17 @@ impl OutputMatches {
         }
     }
 
-    /// The token of the reservation that the output tells. One without a wait is ignored.
-    pub(super) fn token(&self) -> Option<&str> {
-        self.reservation.as_ref().filter(|_| self.retry_after.is_some()).map(|reservation| reservation.token.as_str())
+    /// The token of the reservation that the output tells, and the time at which its wait is over. A reservation without a
+    /// wait is ignored.
+    pub(super) fn reservation(&self) -> Option<(&str, Time)> {
+        let (reservation, told_at) = self.reservation.as_ref()?;
+        let wait = reservation.wait_within(self.retry_after?, *told_at);
+        (!wait.is_zero()).then_some((&reservation.token, *told_at + wait))
     }
 
-    /// The wait that the output asks for, from `now` on.
+    /// The wait that the output asks for, from `now` on. The command may have ended long after it told a reservation.
     pub(super) fn wait(&self, now: Time) -> Option<Span> {
-        let reservation =
-            self.reservation.as_ref().zip(self.retry_after).map(|(reservation, most)| reservation.wait(most, now));
-        reservation.or(self.retry_after)
+        self.reservation().map(|(_, at)| at.since(now)).or(self.retry_after)
     }
 }
 
@@ -189,7 +190,7 @@ impl LineMatcher {
         if self.patterns.curl {
             self.matches.http_status = curl::http_status(line).or(self.matches.http_status);
             if let Some(reservation) = curl::reservation(line) {
-                self.matches.reservation = Some(reservation);
+                self.matches.reservation = Some((reservation, now));
             }
         }
         self.line.clear();
@@ -263,6 +264,25 @@ mod tests {
         assert_eq!(status(&format!("{message}503\n{message}429\ndone")), Some(429));
         assert_eq!(status(&format!("{message}200")), None, "no error");
         assert_eq!(status("curl: (7) Failed to connect"), None);
+    }
+
+    #[test]
+    fn a_reservation_is_waited_for_from_its_line_on() {
+        let told_at = Time::from_secs(1_700_000_000);
+        let (at, later) = (told_at + Span::from_millis(4_300), told_at + Span::from_secs(3));
+        let [by_clock, by_wait] = ["at=1700000004300", "at=1;wait=4300"].map(|told| format!("r;{told}\r\n"));
+        for reservation in [by_clock, by_wait] {
+            let seen = seen(format!("retry-after: 5\r\ntidegate-reservation: {reservation}").as_bytes());
+            assert_eq!(seen.reservation(), Some(("r", at)), "{reservation}");
+            assert_eq!(
+                [told_at, later, at + Span::from_secs(1)].map(|now| seen.wait(now)),
+                [Some(Span::from_millis(4_300)), Some(Span::from_millis(1_300)), Some(Span::ZERO)]
+            );
+        }
+        for without_wait in ["", "retry-after: 0\n"] {
+            let seen = seen(format!("tidegate-reservation: r;at=1\n{without_wait}").as_bytes());
+            assert_eq!(seen.reservation(), None, "{without_wait}");
+        }
     }
 
     #[test]

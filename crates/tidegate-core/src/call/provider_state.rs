@@ -35,7 +35,7 @@ pub struct ProviderState {
     pub(super) tunnels: u32,
     /// True if the last throttled reply had a reservation.
     pub(super) gives_reservations: bool,
-    /// The calls in a row that came by a reservation and were refused, without a success between.
+    /// The calls that came by a reservation and were refused, less those that were accepted since.
     pub(super) missed_reservations: u8,
     /// The circuit breaker of the provider.
     pub breaker: Breaker,

@@ -9,7 +9,8 @@ use super::{
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Class, MAX_COST, Op, Remaining, Span, Time, Verb};
 
-/// The calls in a row that may come by a reservation and be refused: several that are refused at once share one.
+/// The calls that may come by a reservation and be refused, beyond those that the provider accepted meanwhile: several
+/// that are refused at once share one.
 const MAX_MISSED_RESERVATIONS: u8 = 8;
 
 impl Call {
@@ -49,7 +50,7 @@ impl Call {
             unreplayable_reason: reply.unreplayable_reason,
             asks_not_to_retry: reply.asks_not_to_retry,
             retry_after: reply.retry_after,
-            has_reservation: self.keeps_place,
+            has_reservation: self.reserved_credential != NO_CREDENTIAL,
             has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
         };
         let retry = &rules.lane_rules[self.own_lane as usize].retry;
@@ -58,8 +59,9 @@ impl Call {
                 self.holds_budget_retry = reply.class == Class::Transient;
                 // The reply's body is not read further.
                 self.end_streaming(state);
-                // It waits for its closed credential in the queue, ahead of later calls.
-                NextStep::RetryAt(if self.keeps_place { now } else { at })
+                // It waits for its closed credential in the queue, ahead of later calls, unless another would take it.
+                let waits_in_queue = attempt.has_reservation && !attempt.has_other_credential;
+                NextStep::RetryAt(if waits_in_queue { now } else { at })
             }
             Err(reason) => NextStep::Failed(match (reason, reply.spent_quota, reply.retry_after) {
                 (
@@ -128,10 +130,15 @@ impl Call {
     ) -> Option<usize> {
         let sent = self.take_sent()?;
         let elapsed = now.since(sent.sent_at);
+        let mut has_reservation = false;
         match reply.class {
-            Class::Throttled => self.note_reservation(state, reply),
-            Class::Success => (self.keeps_place, state.missed_reservations) = (false, 0),
-            _ => self.keeps_place = false,
+            Class::Throttled => has_reservation = self.note_reservation(state, sent.credential, reply),
+            class => {
+                self.reserved_credential = NO_CREDENTIAL;
+                if matches!(class, Class::Success | Class::Permanent) {
+                    state.missed_reservations = state.missed_reservations.saturating_sub(1);
+                }
+            }
         }
         // A provider that gives reservations tells the exact time as it refuses a call.
         let calls_left = reply.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
@@ -150,8 +157,8 @@ impl Call {
         if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
             let remaining = Remaining { calls: calls_left, ..reply.remaining };
             tracker.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, remaining);
-            if self.keeps_place {
-                tracker.forget_calls();
+            if has_reservation {
+                tracker.keep_room();
             }
             state.lanes.clear_refusals();
         }
@@ -197,14 +204,14 @@ impl Call {
                 state.double_lead(sent.sent_at, now);
                 let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
                 // At the end of a longer closing, the reservation could be over.
-                let verb = if self.keeps_place { Verb::Debit } else { Verb::Throttle { generation } };
+                let verb = if has_reservation { Verb::Debit } else { Verb::Throttle { generation } };
                 update_cooldown(rules, state, sent.credential, verb, requested_wait);
                 // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
                 if requested_wait.is_zero() {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     let free_at = now + requested_wait;
-                    if self.keeps_place {
+                    if has_reservation {
                         state.pool.set_reserved_at(sent.credential, free_at, now);
                         state.lanes.clear_refusals();
                     } else {
@@ -239,15 +246,19 @@ impl Call {
     }
 
     /// Notes the reservation of a refusal, unless calls that came by theirs are refused again and again: then the back-off
-    /// protects the provider.
+    /// protects the provider. Returns true if it did.
     #[cold]
-    fn note_reservation(&mut self, state: &mut ProviderState, reply: &AttemptReport) {
-        if core::mem::take(&mut self.keeps_place) {
-            state.missed_reservations = state.missed_reservations.saturating_add(1);
+    fn note_reservation(&mut self, state: &mut ProviderState, credential: usize, reply: &AttemptReport) -> bool {
+        let credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
+        if core::mem::replace(&mut self.reserved_credential, NO_CREDENTIAL) == credential {
+            state.missed_reservations = (state.missed_reservations + 1).min(MAX_MISSED_RESERVATIONS);
         }
         let is_told = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
         state.gives_reservations = is_told && state.missed_reservations < MAX_MISSED_RESERVATIONS;
-        self.keeps_place = state.gives_reservations;
+        if state.gives_reservations {
+            self.reserved_credential = credential;
+        }
+        state.gives_reservations
     }
 
     fn take_sent(&mut self) -> Option<SentRequest> {

@@ -37,6 +37,28 @@ fn a_new_call_displaces_the_second() {
     assert_eq!(drain(&mut lanes, test_time(500)), [asking, fourth, fifth]);
 }
 
+/// They keep their places, and the place of one of too many calls would be none for a new one.
+#[test]
+fn calls_that_enter_again_displace_nothing() {
+    let (mut lanes, now) = (Lanes::new(displacing(2)), test_time(0));
+    let arrivals: [u64; 2] = std::array::from_fn(|_| {
+        let ticket = enqueue(&mut lanes, Lane::User, now);
+        assert_eq!(ask(&mut lanes, now), ticket);
+        let arrival = lanes.arrival(ticket).unwrap();
+        lanes.grant(ticket, now);
+        arrival
+    });
+    let third = enqueue(&mut lanes, Lane::User, now);
+    for arrival in arrivals {
+        lanes.enqueue_again(arrival, Lane::User, 1, Time::NEVER, now);
+    }
+    for waiting in [3, 2] {
+        assert!(!lanes.make_room(Lane::User, Time::NEVER));
+        assert_eq!(lanes.waiting(Lane::User), waiting);
+        lanes.cancel(third);
+    }
+}
+
 #[test]
 fn raised_calls_make_room() {
     let mut lanes = Lanes::new(LanesSpec { max_in_flight: 0, ..displacing(2) });

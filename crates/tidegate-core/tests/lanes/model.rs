@@ -9,7 +9,7 @@ struct Call {
     lane: Lane,
     cost: u64,
     deadline: Time,
-    is_joined: bool,
+    keeps_place: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -61,13 +61,14 @@ impl Naive {
         self.waiting(lane) >= self.spec.lanes[lane as usize].max_waiting as usize
     }
 
-    /// Displaces the second call of a full lane, if it can.
+    /// Displaces the second call of a full lane, if it can and a new one then finds room.
     fn make_room(&mut self, lane: Lane, deadline: Time) {
         let mut calls: Vec<Call> = self.calls.iter().filter(|call| call.lane == lane).copied().collect();
         calls.sort_by_key(|call| call.arrival);
-        let second = calls.get(1).filter(|_| self.full(lane) && self.spec.lanes[lane as usize].displaces);
+        let LaneSpec { max_waiting, displaces, .. } = self.spec.lanes[lane as usize];
+        let second = calls.get(1).filter(|_| calls.len() == max_waiting as usize && displaces);
         if let Some(call) =
-            second.filter(|call| self.asking != Some(call.ticket) && !call.is_joined && call.deadline <= deadline)
+            second.filter(|call| self.asking != Some(call.ticket) && !call.keeps_place && call.deadline <= deadline)
         {
             self.displaced = Some(call.ticket);
             self.leave(call.ticket);
@@ -152,7 +153,7 @@ impl Naive {
     /// The longest refusal of a call behind these others, among those that certainly last until its deadline.
     fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: &[Call], now: Time) -> Option<Refusal> {
         let ticket = self.told.first()?.call.ticket;
-        let arriving = Call { ticket, arrival: 0, lane, cost, deadline, is_joined: false };
+        let arriving = Call { ticket, arrival: 0, lane, cost, deadline, keeps_place: false };
         let mut longest: Option<Refusal> = None;
         for told in self.told.iter().filter(|told| told.refusal.closed_until > Time::ZERO) {
             let alone = Self { told: vec![*told], ..Self::new(self.spec) };
@@ -266,7 +267,7 @@ impl Pair {
                 let Some(ticket) = self.any_ticket(random) else { return Ok(()) };
                 self.lanes.join(ticket);
                 let call = self.naive.calls.iter_mut().find(|call| call.ticket == ticket);
-                call.into_iter().for_each(|call| call.is_joined = true);
+                call.into_iter().for_each(|call| call.keeps_place = true);
             }
             14 => {
                 self.lanes.clear_refusals();
@@ -321,7 +322,7 @@ impl Pair {
                 self.naive.join(lane, self.now);
                 let (arrival, cost) = (again.unwrap_or(self.arrivals), cost.min(MAX_COST));
                 same("arrival", self.lanes.arrival(ticket), Some(arrival))?;
-                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline, is_joined: false });
+                self.naive.calls.push(Call { ticket, arrival, lane, cost, deadline, keeps_place: again.is_some() });
                 self.arrivals += u64::from(again.is_none());
                 self.most = self.most.max(self.naive.calls.len());
                 self.tickets.push(ticket);

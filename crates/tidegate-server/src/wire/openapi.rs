@@ -83,7 +83,7 @@ mod tests {
         let fullest = DecisionReport {
             shadow: true,
             permit: Some(PermitId::new(1)),
-            reservation: Some(ReservationReport { token: "r".to_owned(), at: 1 }),
+            reservation: Some(ReservationReport { token: "r".to_owned(), at: 1, wait: 1 }),
             by_reservation: true,
             unknown_reservation: true,
             ..emptiest.clone()

@@ -32,10 +32,10 @@ async fn refused(gate: &Running, peer: &mut Peer) -> (String, String) {
     assert_eq!((status(&answer), header(&answer, "retry-after")), (429, Some("1")), "{answer}");
     assert_eq!(gate.clock.now().as_micros() / 1000, START_MILLIS);
     let reservation = header(&answer, "tidegate-reservation").unwrap().to_owned();
-    let token = reservation.strip_suffix(&format!(";at={}", START_MILLIS + 500)).unwrap().to_owned();
+    let token = reservation.strip_suffix(&format!(";at={};wait=500", START_MILLIS + 500)).unwrap().to_owned();
     let told = format!(
         "{{\"error\":\"Too many requests\",\"retry_after\":1,\"next_allowed_at\":null,\
-         \"reservation\":{{\"token\":\"{token}\",\"at\":{}}}}}",
+         \"reservation\":{{\"token\":\"{token}\",\"at\":{},\"wait\":500}}}}",
         START_MILLIS + 500
     );
     assert_eq!(body(&answer), told);
@@ -51,7 +51,7 @@ async fn a_refused_client_returns_by_its_reservation() {
     // Another client's refusal has another reservation, and another body.
     let other = peer.ask(from(4, "")).await;
     let other = header(&other, "tidegate-reservation").unwrap();
-    assert!(other != reservation && other.ends_with(&format!(";at={}", START_MILLIS + 1000)), "{other}");
+    assert!(other != reservation && other.ends_with(&format!(";at={};wait=1000", START_MILLIS + 1000)), "{other}");
     gate.clock.advance(Span::from_millis(500));
     let stolen = peer.ask(from(5, &format!("tidegate-reservation: {token}\r\n"))).await;
     assert_eq!(status(&stolen), 429);
@@ -99,7 +99,7 @@ async fn envoy_hands_reservations_through() {
     let of = |entries: &[(&str, &str)]| rls::request([rls::descriptor(entries)]);
     let answer = rls::ask(&client, &of(&[("action", "all"), ("ip", "192.0.2.9")])).await.unwrap();
     let reservation = rls::header(&answer, "tidegate-reservation").unwrap();
-    let token = reservation.strip_suffix(&format!(";at={}", START_MILLIS + 1000)).unwrap();
+    let token = reservation.strip_suffix(&format!(";at={};wait=1000", START_MILLIS + 1000)).unwrap();
     gate.clock.advance(Span::from_millis(1000));
     let returned = of(&[("action", "all"), ("ip", "192.0.2.9"), ("header:tidegate-reservation", token)]);
     assert_eq!(rls::ask(&client, &returned).await.unwrap().overall_code, rls::Code::Ok as i32);

@@ -68,6 +68,20 @@ async fn cool_downs_double_up_to_the_cap() {
     assert_eq!(waits[6], 1000, "a success starts over: {waits:?}");
 }
 
+/// Each credential has a reservation of its own. None of the calls at once comes by one, and later each comes at the instant.
+#[tokio::test(start_paused = true)]
+async fn reservations_of_a_pool_are_no_misses() {
+    let settings = "auth = \"bearer\"\nadaptive = \"off\"\ncooldown = { base = \"10s\", cap = \"1m\" }\n\
+                    retry = { max_attempts = 9, base = \"5s\", jitter = \"none\" }\n";
+    let (api, log) = (provider(&format!("{settings}{}", credentials("ABCDEF"))), Log::default());
+    let retry_after = Some(Span::from_millis(100));
+    let reserved = AttemptReport { retry_after, has_reservation: true, ..THROTTLED };
+    let replies = [vec![reserved; 12], vec![GOOD]].concat();
+    api.call(CallOptions::default(), &mut Answers::of(&api, &replies, &log, 0)).await.unwrap();
+    let times: Vec<_> = starts(&log).into_iter().map(|(at, _)| at).collect();
+    assert_eq!(times, [0, 0, 0, 0, 0, 0, 100, 200, 300, 400, 500, 600, 700]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_cooling_credential_rejoins_at_its_exact_time() {
     let api = pool("ABC");

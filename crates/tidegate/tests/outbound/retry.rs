@@ -7,7 +7,7 @@ use tidegate::{Clock as _, Span};
 use tidegate_core::call::AttemptReport;
 use tidegate_core::{Remaining, RemainingAmount};
 
-use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
+use crate::common::{Answers, GOOD, Log, MISSING, THROTTLED, provider, spawn, starts, throttled_for, within};
 
 const SEVEN: &str = "retry = { max_attempts = 7, base = \"1s\", cap = \"30s\", jitter = \"none\" }\nadaptive = \"off\"\n\
                      timeout = \"10m\"\n";
@@ -84,9 +84,47 @@ async fn useless_reservations_are_backed_off_from() {
         let sent = api.call(CallOptions::default(), &mut Answers::of(&api, &[useless], &log, name)).await;
         assert!(sent.is_err(), "{sent:?}");
     }
-    let starts = starts(&log);
-    let last = starts.len() - 1;
-    assert!(starts[12].0 < 2_000 && starts[last].0 - starts[last - 1].0 >= 30_000, "{starts:?}");
+    let found = starts(&log);
+    let last = found.len() - 1;
+    assert!(found[12].0 < 2_000 && found[last].0 - found[last - 1].0 >= 30_000, "{found:?}");
+}
+
+/// Some calls that are accepted don't outweigh many that are refused at their instants, and an answer 404 is accepted.
+#[tokio::test(start_paused = true)]
+async fn missed_reservations_are_weighed_against_accepted_calls() {
+    let useless = AttemptReport { retry_after: Some(Span::from_millis(1)), has_reservation: true, ..THROTTLED };
+    for (refused, last, backs_off) in [(7, GOOD, true), (2, GOOD, false), (2, MISSING, false)] {
+        let settings = "adaptive = \"off\"\ntimeout = \"1h\"\nretry = { max_attempts = 9, max_retry_after = \"1h\" }\n";
+        let (api, log) = (provider(settings), Log::default());
+        let replies = [vec![useless; refused], vec![last]].concat();
+        for name in 0..12 {
+            api.call(CallOptions::default(), &mut Answers::of(&api, &replies, &log, name)).await.unwrap();
+        }
+        let took = starts(&log).last().unwrap().0;
+        assert_eq!(took > 5_000, backs_off, "{refused} refused, then {last:?}: {took} ms");
+    }
+}
+
+/// The reply of a call that was sent before says that one more call is left, and another one is under way.
+#[tokio::test(start_paused = true)]
+async fn an_older_reply_closes_no_reservation() {
+    let (api, log) = (provider("adaptive = \"off\"\nlearn_limits = true\n"), Log::default());
+    let left = |amount| {
+        let amount = RemainingAmount { amount, limit: None, resets_at: api.clock().now() + Span::from_secs(9) };
+        AttemptReport { remaining: Remaining { calls: Some(amount), cost: None }, ..GOOD }
+    };
+    api.call(CallOptions::default(), &mut Answers::of(&api, &[left(5)], &log, 0)).await.unwrap();
+    let retry_after = Some(Span::from_millis(70));
+    let reserved = AttemptReport { retry_after, has_reservation: true, ..left(0) };
+    let reserved = AttemptReport { class: THROTTLED.class, ..reserved };
+    let calls = [(&[left(1)][..], 30), (&[left(0)], 35), (&[reserved, GOOD], 5)].map(|(replies, millis)| {
+        let upstream = Answers::of(&api, replies, &log, millis).after(Duration::from_millis(millis.into()));
+        spawn(&api, CallOptions::default(), upstream)
+    });
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+    assert_eq!(starts(&log)[1..], [(0, 30), (0, 35), (0, 5), (75, 5)]);
 }
 
 #[tokio::test(start_paused = true)]
