@@ -174,6 +174,7 @@ impl<'a> RetryRunner<'a> {
         let began = self.clock.now();
         let deadline = self.arguments.deadline.map_or(Time::NEVER, |deadline| began + deadline);
         let (mut tries, mut rng) = (RetryTracker::new(deadline), rand::rng());
+        let mut presents_reservation = false;
         loop {
             if tries.attempts() == 1 && self.launcher.input.is_used_up() {
                 self.print_status(
@@ -190,13 +191,16 @@ impl<'a> RetryRunner<'a> {
                 return status;
             }
             let now = self.clock.now();
+            let reservation = seen.reservation().filter(|_| class == Class::Throttled);
             let attempt = FailedAttempt {
                 class,
                 is_repeatable: true,
                 unreplayable_reason: None,
                 asks_not_to_retry: false,
-                retry_after: seen.wait(now),
-                has_reservation: class == Class::Throttled && seen.reservation().is_some(),
+                // The command may have ended long after it told the reservation.
+                retry_after: reservation.map(|(_, at)| at.since(now)).or(seen.retry_after),
+                // After one that didn't admit the command, the next one is not trusted without a back-off.
+                has_reservation: reservation.is_some() && !presents_reservation,
                 has_other_credential: false,
             };
             let next = tries.next_attempt_at(&self.retry, &attempt, None, now, &mut rng);
@@ -204,7 +208,8 @@ impl<'a> RetryRunner<'a> {
                 format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
             match next {
                 Ok(at) => {
-                    self.launcher.set_reservation(seen.reservation().map(|(token, _)| token));
+                    presents_reservation = reservation.is_some();
+                    self.launcher.set_reservation(reservation.map(|(token, _)| token));
                     self.print_status(&format!("{of}; trying again in {}", describe_wait(at.since(now))));
                     if let Some(signal) = self.wait_until(at) {
                         return signal.status();

@@ -208,6 +208,28 @@ fn a_reservation_is_presented_at_its_instant() {
     assert!(late < 2_000, "{late} ms late: {err}");
 }
 
+/// The first one is trusted. After that, the back-off applies.
+#[test]
+fn reservations_that_admit_nothing_are_backed_off_from() {
+    if require_program("curl").is_none() {
+        return;
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let server = std::thread::spawn(move || {
+        let refusal = "retry-after: 1\r\ntidegate-reservation: rabc;at=1;wait=1\r\n";
+        let answers =
+            ["429 Too Many Requests", "429 Too Many Requests", "429 Too Many Requests", "503 Unwell", "200 OK"];
+        answers.map(|status| answer(&listener, status, refusal)).map(|head| head.concat().contains("rabc"))
+    });
+    let command = format!("curl -fsS -D /dev/stderr -H \"Tidegate-Reservation: $TIDEGATE_RESERVATION\" {url}");
+    let words = ["--curl", "--base", "200ms", "--cap", "400ms", "--jitter", "none", "--", "sh", "-c", &command];
+    let (status, _, err) = run(&ScratchDir::new(), &words);
+    assert_eq!((status, server.join().unwrap()), (0, [false, true, true, true, false]), "{err}");
+    // `Retry-After` counts beside a 503.
+    assert_eq!(told_waits(&err)[1..], ["0.200 s", "0.400 s", "1.000 s"], "{err}");
+}
+
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program waits is measured")]
 fn waits_grow_and_requested_waits_are_minimums() {

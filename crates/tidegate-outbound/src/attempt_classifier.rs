@@ -83,7 +83,7 @@ impl AttemptClassifier {
             asks_not_to_retry: head.hints.asks_not_to_retry,
             rejects_credential: effective_status(status, headers) == StatusCode::UNAUTHORIZED,
             retry_after: head.requested_wait(now),
-            has_reservation: head.hints.has_reservation && head.class == Class::Throttled,
+            has_reservation: head.hints.reserved_in.is_some() && head.class == Class::Throttled,
             spent_until: head.hints.spent_until.filter(|_| head.class != Class::Throttled),
             remaining: head.hints.remaining,
             ..AttemptReport::new(head.class, Delivery::Answered)

@@ -67,11 +67,11 @@ const EPOCH_SECS: u128 = 100_000_000;
 #[non_exhaustive]
 pub struct Hints {
     /// The wait that the server asks for. The first readable of these counts, the most exact first:
-    /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Tidegate-Reservation` (within the last second
-    /// of `Retry-After`, so that a wrong clock does no harm), `Retry-After` (seconds or HTTP date).
+    /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Retry-After` (seconds or HTTP date).
     pub retry_after: Option<Span>,
-    /// True if `retry_after` is the wait until a reservation.
-    pub has_reservation: bool,
+    /// The time until the instant of `Tidegate-Reservation`, within the last second of `Retry-After`. Means nothing unless
+    /// the reply is a refusal. `None` if a more exact header gives the wait.
+    pub reserved_in: Option<Span>,
     /// The time until which nothing is left: the latest reset of all allowances at zero. The allowances are `RateLimit`
     /// (`r=0;t=…`, and `remaining=0, reset=…` of earlier drafts), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and
     /// those with which OpenAI and Anthropic count requests and tokens, each with its reset. A reset is a number, a
@@ -105,15 +105,13 @@ impl Hints {
             .map(|millis| span(millis, 1_000))
             .or_else(|| MILLISECOND_HEADERS.iter().find_map(|name| parse_wait(single_value(headers, name)?, 1_000)))
             .or_else(|| {
-                let whole_seconds = single_value(headers, &RETRY_AFTER).and_then(|text| clock.retry_after(text));
+                let whole_seconds = single_value(headers, &RETRY_AFTER).and_then(|text| clock.retry_after(text))?;
                 let reservation = single_value(headers, &TIDEGATE_RESERVATION).and_then(|text| text.parse().ok());
-                hints.has_reservation = reservation.is_some() && whole_seconds.is_some();
-                let refine =
-                    |most| reservation.map_or(most, |reservation: ReplyReservation| reservation.wait_within(most, now));
-                whole_seconds.map(refine)
+                let wait_within = |reservation: ReplyReservation| reservation.wait_within(whole_seconds, now);
+                hints.reserved_in = reservation.map(wait_within).filter(|wait| !wait.is_zero());
+                Some(whole_seconds)
             })
             .filter(|wait| !wait.is_zero());
-        hints.has_reservation &= hints.retry_after.is_some();
         for family in HEADER_FAMILIES.iter() {
             let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
             let wait = single_value(headers, &family.reset).and_then(|text| clock.reset(text));
@@ -134,11 +132,12 @@ impl Hints {
         hints
     }
 
-    /// The time without calls after a refusal: the wait that the server asks for, otherwise the time until something is
-    /// left again. `None` without a hint.
+    /// The time without calls after a refusal: until a reservation, otherwise the wait that the server asks for, otherwise
+    /// the time until something is left again. `None` without a hint.
     pub fn wait(&self, now: Time) -> Option<Span> {
         let until = |at: Option<Time>| at.map(|at| at.since(now)).filter(|wait| !wait.is_zero());
-        self.retry_after.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
+        let told = self.reserved_in.or(self.retry_after);
+        told.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
     }
 
     fn update_remaining(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
@@ -313,7 +312,7 @@ mod tests {
     #[test]
     fn a_reservation_refines_the_wait_and_never_shortens_it_much() {
         let at = |millis: u64| format!("r0;at={}", NOW.as_micros() / 1000 + millis);
-        let reserved = |lines: &[(&'static str, &str)]| read(lines).has_reservation;
+        let reserved = |lines: &[(&'static str, &str)]| read(lines).reserved_in.map(|wait| wait.as_micros() / 1_000);
         for (millis, seconds, expected) in [
             (6_500, "7", 6_500),
             (7_000, "7", 7_000),
@@ -322,13 +321,15 @@ mod tests {
             (90_000, "7", 7_000),
             (0, "1", 200),
         ] {
-            let wait = waits(&[("tidegate-reservation", &at(millis)), ("retry-after", seconds)]);
+            let wait = reserved(&[("tidegate-reservation", &at(millis)), ("retry-after", seconds)]);
             assert_eq!(wait, Some(expected), "{millis} {seconds}");
         }
         // The time that the server tells doesn't depend on our clock.
-        for (wait, expected) in [(6_500, 6_500), (1_000, 6_000), (90_000, 7_000), (0, 6_000)] {
+        for (wait, expected) in [(6_500, 6_500), (1_000, 6_000), (90_000, 7_000)] {
             let lines = [("tidegate-reservation", &*format!("{};wait={wait}", at(0))), ("retry-after", "7")];
-            assert_eq!((waits(&lines), reserved(&lines)), (Some(expected), true), "{wait}");
+            // Only a refusal gives a reservation.
+            assert_eq!([reserved(&lines), waits(&lines)], [Some(expected), Some(7_000)], "{wait}");
+            assert_eq!(read(&lines).wait(NOW), Some(Span::from_millis(expected)));
         }
         // Nothing bounds the wait by a clock that may be wrong.
         assert_eq!(waits(&[("tidegate-reservation", &at(6_500))]), None);
@@ -336,9 +337,9 @@ mod tests {
         // Another wait isn't that of the reservation.
         let reservation = ("tidegate-reservation", &*at(500));
         for other in [("ratelimit", "\"a\";r=0;t=3600"), ("retry-after", "0"), ("retry-after-ms", "900")] {
-            assert!(!reserved(&[reservation, other]), "{other:?}");
+            assert_eq!(reserved(&[reservation, other]), None, "{other:?}");
         }
-        assert!(!reserved(&[reservation, ("retry-after-ms", "900"), ("retry-after", "1")]));
+        assert_eq!(reserved(&[reservation, ("retry-after-ms", "900"), ("retry-after", "1")]), None);
     }
 
     #[test]

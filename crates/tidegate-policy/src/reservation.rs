@@ -89,7 +89,7 @@ pub struct ReplyReservation {
     pub token: String,
     /// The instant from which the server admits the call, by its clock.
     pub at: Time,
-    /// The time until then, counted from the reply, for clients whose clock differs.
+    /// The time until then, counted from the reply, for clients whose clock differs; at least a millisecond.
     pub wait: Option<Span>,
 }
 
@@ -114,7 +114,7 @@ impl FromStr for ReplyReservation {
             Some(Span::from_millis(millis))
         };
         let (token, at) = token.zip(millis("at")).ok_or(ReservationTokenError)?;
-        Ok(Self { token: token.to_owned(), at: Time::ZERO + at, wait: millis("wait") })
+        Ok(Self { token: token.to_owned(), at: Time::ZERO + at, wait: millis("wait").filter(|wait| !wait.is_zero()) })
     }
 }
 
@@ -189,7 +189,7 @@ mod tests {
         };
         assert_eq!(read("rabc;at=1795766358181"), Some(("rabc".to_owned(), 1_795_766_358_181_000, None)));
         assert_eq!(read("*a/b:c;x=1; at=5;wait=7"), Some(("*a/b:c".to_owned(), 5_000, Some(7_000))));
-        for unreadable in ["-1", "1.5", "\"7\"", "?1", "a"] {
+        for unreadable in ["0", "-1", "1.5", "\"7\"", "?1", "a"] {
             assert_eq!(read(&format!("r;wait={unreadable};at=5")), Some(("r".to_owned(), 5_000, None)), "{unreadable}");
         }
         let long = format!("r{};at=5", "a".repeat(MAX_TOKEN));

@@ -100,7 +100,11 @@ impl HttpClient {
                     };
                 }
             }
-            let count = self.0.read(&mut buffer).expect("an answer in time");
+            let count = match self.0.read(&mut buffer) {
+                // A read with a timeout isn't continued after a signal.
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                read => read.expect("an answer in time"),
+            };
             assert!(count > 0, "the connection ended without the answer: {}", String::from_utf8_lossy(&bytes));
             bytes.extend_from_slice(&buffer[..count]);
         }

@@ -1,7 +1,7 @@
 //! The exit codes of curl (curl(1), "EXIT CODES") and the parts of its output that tell more.
 
 use tidegate_core::Class;
-use tidegate_policy::{ReplyReservation, TIDEGATE_RESERVATION};
+use tidegate_policy::{ReplyReservation, ReservationTokenError, TIDEGATE_RESERVATION};
 
 /// The header with the wait, as `-i` and `-D` print it.
 pub(super) const RETRY_AFTER_LINE: &str = "(?i)^retry-after:(.*)";
@@ -44,10 +44,10 @@ pub(super) fn http_status(line: &[u8]) -> Option<u16> {
     rest.get(..3)?.parse().ok().filter(|status| *status >= 400)
 }
 
-/// Returns the reservation of a header `Tidegate-Reservation`.
-pub(super) fn reservation(line: &[u8]) -> Option<ReplyReservation> {
+/// Returns the reservation of a header `Tidegate-Reservation`; `None` for another line.
+pub(super) fn reservation(line: &[u8]) -> Option<Result<ReplyReservation, ReservationTokenError>> {
     let (name, value) = str::from_utf8(line).ok()?.split_once(':')?;
-    if name.eq_ignore_ascii_case(TIDEGATE_RESERVATION.as_str()) { value.trim().parse().ok() } else { None }
+    name.eq_ignore_ascii_case(TIDEGATE_RESERVATION.as_str()).then(|| value.trim().parse())
 }
 
 #[cfg(test)]

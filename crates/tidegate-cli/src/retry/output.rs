@@ -72,11 +72,6 @@ impl OutputMatches {
         let wait = reservation.wait_within(self.retry_after?, *told_at);
         (!wait.is_zero()).then_some((&reservation.token, *told_at + wait))
     }
-
-    /// The wait that the output asks for, from `now` on. The command may have ended long after it told a reservation.
-    pub(super) fn wait(&self, now: Time) -> Option<Span> {
-        self.reservation().map(|(_, at)| at.since(now)).or(self.retry_after)
-    }
 }
 
 /// The forwarder of one output of an attempt. Its matches can be read while the output is still open, because a process
@@ -97,7 +92,7 @@ struct OutputState {
 
 impl<C: Clock> OutputForwarder<C> {
     pub(super) fn new(patterns: OutputPatterns, clock: C) -> Self {
-        let matcher = LineMatcher { patterns, line: Vec::new(), matches: OutputMatches::default() };
+        let matcher = LineMatcher { patterns, line: Vec::new(), reservations: None, matches: OutputMatches::default() };
         let state = OutputState { matcher, idle_since: None, idle: Span::ZERO, is_closed: false };
         Self { clock, state: Mutex::new(state) }
     }
@@ -156,6 +151,8 @@ struct LineMatcher {
     patterns: OutputPatterns,
     /// The current line so far.
     line: Vec<u8>,
+    /// The number of reservations in the headers so far. `None` outside of headers.
+    reservations: Option<usize>,
     matches: OutputMatches,
 }
 
@@ -189,11 +186,22 @@ impl LineMatcher {
         }
         if self.patterns.curl {
             self.matches.http_status = curl::http_status(line).or(self.matches.http_status);
-            if let Some(reservation) = curl::reservation(line) {
-                self.matches.reservation = Some((reservation, now));
-            }
+            self.match_reservation(now);
         }
         self.line.clear();
+    }
+
+    /// Searches for a reservation in the headers of the last reply. A field in two lines is ignored, as RFC 9651 requires.
+    fn match_reservation(&mut self, now: Time) {
+        let line = self.line.strip_suffix(b"\r").unwrap_or(&self.line);
+        if line.starts_with(b"HTTP/") {
+            (self.reservations, self.matches.reservation) = (Some(0), None);
+        } else if line.is_empty() {
+            self.reservations = None;
+        } else if let (Some(count), Some(read)) = (&mut self.reservations, curl::reservation(line)) {
+            *count += 1;
+            self.matches.reservation = read.ok().filter(|_| *count == 1).map(|reservation| (reservation, now));
+        }
     }
 }
 
@@ -267,21 +275,28 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_is_waited_for_from_its_line_on() {
-        let told_at = Time::from_secs(1_700_000_000);
-        let (at, later) = (told_at + Span::from_millis(4_300), told_at + Span::from_secs(3));
-        let [by_clock, by_wait] = ["at=1700000004300", "at=1;wait=4300"].map(|told| format!("r;{told}\r\n"));
-        for reservation in [by_clock, by_wait] {
-            let seen = seen(format!("retry-after: 5\r\ntidegate-reservation: {reservation}").as_bytes());
-            assert_eq!(seen.reservation(), Some(("r", at)), "{reservation}");
-            assert_eq!(
-                [told_at, later, at + Span::from_secs(1)].map(|now| seen.wait(now)),
-                [Some(Span::from_millis(4_300)), Some(Span::from_millis(1_300)), Some(Span::ZERO)]
-            );
+    fn a_reservation_is_one_header_of_the_last_reply() {
+        let at = Time::from_secs(1_700_000_000) + Span::from_millis(4_300);
+        let field = "tidegate-reservation: r;at=1700000004300\r\n";
+        let (start, waits) = ("HTTP/1.1 429 \r\n", "retry-after: 5\r\n");
+        let by_wait = "Tidegate-Reservation: r;at=1;wait=4300\r\n";
+        for output in [
+            [start, waits, field, "\r\n"],
+            [start, by_wait, waits, "\r\n"],
+            [start, field, &format!("\r\n{start}{waits}"), field],
+        ] {
+            assert_eq!(seen(output.concat().as_bytes()).reservation(), Some(("r", at)), "{output:?}");
         }
-        for without_wait in ["", "retry-after: 0\n"] {
-            let seen = seen(format!("tidegate-reservation: r;at=1\n{without_wait}").as_bytes());
-            assert_eq!(seen.reservation(), None, "{without_wait}");
+        for output in [
+            [start, field, "", ""],
+            [start, field, "retry-after: 0\r\n", ""],
+            [start, waits, field, field],
+            [start, waits, field, "tidegate-reservation: nonsense\r\n"],
+            ["", waits, field, ""],
+            [start, waits, "\r\n", field],
+            [start, waits, field, "\r\nHTTP/2 429\r\n"],
+        ] {
+            assert_eq!(seen(output.concat().as_bytes()).reservation(), None, "{output:?}");
         }
     }
 
