@@ -150,6 +150,19 @@ fn curls_exit_codes_and_messages_decide() {
     }
 }
 
+/// A server for curl, and its URL. `None` if curl is missing.
+fn listen_for_curl() -> Option<(TcpListener, String)> {
+    require_program("curl")?;
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    Some((listener, url))
+}
+
+/// The command that presents a reservation.
+fn presenting(url: &str) -> String {
+    format!("curl -fsS -D /dev/stderr -H \"Tidegate-Reservation: $TIDEGATE_RESERVATION\" {url}")
+}
+
 /// Answers the next request with this status, these header lines and a body of `yes`. Returns the lines of its head.
 fn answer(listener: &TcpListener, status: &str, headers: &str) -> Vec<String> {
     let (mut connection, _) = listener.accept().unwrap();
@@ -161,11 +174,7 @@ fn answer(listener: &TcpListener, status: &str, headers: &str) -> Vec<String> {
 
 #[test]
 fn curls_headers_give_the_wait() {
-    if require_program("curl").is_none() {
-        return;
-    }
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let Some((listener, url)) = listen_for_curl() else { return };
     std::thread::spawn(move || {
         for reply in ["429 Too Many Requests", "200 OK", "503 Service Unavailable", "200 OK"] {
             answer(&listener, reply, "retry-after: 0.3\r\n");
@@ -183,11 +192,7 @@ fn curls_headers_give_the_wait() {
 /// The reservation's instant counts, and not the back-off.
 #[test]
 fn a_reservation_is_presented_at_its_instant() {
-    if require_program("curl").is_none() {
-        return;
-    }
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let Some((listener, url)) = listen_for_curl() else { return };
     let server = std::thread::spawn(move || {
         let millis = || SystemClock::new().now().as_micros() / 1000;
         let at = millis() + 700;
@@ -199,8 +204,7 @@ fn a_reservation_is_presented_at_its_instant() {
         let [first, second] = heads.map(|head| head.into_iter().filter(is_ours).collect::<Vec<_>>());
         (first, second, late)
     });
-    let command = format!("curl -fsS -D /dev/stderr -H \"Tidegate-Reservation: $TIDEGATE_RESERVATION\" {url}");
-    let words = ["--curl", "--base", "9s", "--jitter", "none", "--", "sh", "-c", &command];
+    let words = ["--curl", "--base", "9s", "--jitter", "none", "--", "sh", "-c", &presenting(&url)];
     let (status, out, err) = run(&ScratchDir::new(), &words);
     assert_eq!((status, out.as_str()), (0, "yes"), "{err}");
     let (first, second, late) = server.join().unwrap();
@@ -211,19 +215,15 @@ fn a_reservation_is_presented_at_its_instant() {
 /// The first one is trusted. After that, the back-off applies.
 #[test]
 fn reservations_that_admit_nothing_are_backed_off_from() {
-    if require_program("curl").is_none() {
-        return;
-    }
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let Some((listener, url)) = listen_for_curl() else { return };
     let server = std::thread::spawn(move || {
         let refusal = "retry-after: 1\r\ntidegate-reservation: rabc;at=1;wait=1\r\n";
         let answers =
             ["429 Too Many Requests", "429 Too Many Requests", "429 Too Many Requests", "503 Unwell", "200 OK"];
         answers.map(|status| answer(&listener, status, refusal)).map(|head| head.concat().contains("rabc"))
     });
-    let command = format!("curl -fsS -D /dev/stderr -H \"Tidegate-Reservation: $TIDEGATE_RESERVATION\" {url}");
-    let words = ["--curl", "--base", "200ms", "--cap", "400ms", "--jitter", "none", "--", "sh", "-c", &command];
+    let words =
+        ["--curl", "--base", "200ms", "--cap", "400ms", "--jitter", "none", "--", "sh", "-c", &presenting(&url)];
     let (status, _, err) = run(&ScratchDir::new(), &words);
     assert_eq!((status, server.join().unwrap()), (0, [false, true, true, true, false]), "{err}");
     // `Retry-After` counts beside a 503.

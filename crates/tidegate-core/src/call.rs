@@ -199,6 +199,11 @@ impl Call {
         }
     }
 
+    /// True if the provider keeps room for its next request.
+    fn has_reservation(&self) -> bool {
+        self.reserved_credential != NO_CREDENTIAL
+    }
+
     /// Enters the queue, for the first or for another attempt.
     pub fn start(&mut self, state: &mut ProviderState, now: Time) -> Result<(), CallFailure> {
         state.store_requests.updates.clear();
@@ -227,7 +232,7 @@ impl Call {
         if state.pool.all_closed_until(now).is_some_and(|closed_until| closed_until >= self.deadline) {
             return Err(state.no_credential(now).failure());
         }
-        let place = self.arrival.filter(|_| self.reserved_credential != NO_CREDENTIAL);
+        let place = self.arrival.filter(|_| self.has_reservation());
         let refusal = match place {
             None => state.lanes.refused_behind(self.deadline, self.lane, self.cost, now),
             Some(_) => state.lanes.refused_past(self.deadline, self.lane, self.cost, now),

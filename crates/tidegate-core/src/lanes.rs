@@ -181,7 +181,7 @@ impl Lanes {
     /// lane is full: there are only as many such calls as were in flight. It isn't displaced.
     pub fn enqueue_again(&mut self, arrival: u64, lane: Lane, cost: u64, deadline: Time, now: Time) -> Ticket {
         let ticket = self.add(arrival, lane, cost, deadline, now);
-        self.join(ticket);
+        self.calls[ticket.index()].keeps_place = true;
         ticket
     }
 

@@ -20,7 +20,7 @@ pub const TIDEGATE_RESERVATION: HeaderName = HeaderName::from_static("tidegate-r
 /// The number of hexadecimal digits of an instant, which has 52 bits.
 const INSTANT_DIGITS: usize = 13;
 const SIGNATURE_DIGITS: usize = 16;
-/// The wait for a reservation without one, whose instant is over by a clock that runs ahead: less than most graces.
+/// The wait for a reservation that tells none, and whose instant is over by a clock that runs ahead: less than most graces.
 const WAIT_BY_FAST_CLOCK: Span = Span::from_millis(200);
 /// The longest token of any server that a client sends back, in bytes.
 const MAX_TOKEN: usize = 128;

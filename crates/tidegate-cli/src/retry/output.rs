@@ -186,22 +186,18 @@ impl LineMatcher {
         }
         if self.patterns.curl {
             self.matches.http_status = curl::http_status(line).or(self.matches.http_status);
-            self.match_reservation(now);
+            // Only the headers of the last reply count.
+            if line.starts_with(b"HTTP/") {
+                (self.reservations, self.matches.reservation) = (Some(0), None);
+            } else if line.is_empty() {
+                self.reservations = None;
+            } else if let (Some(count), Some(read)) = (&mut self.reservations, curl::reservation(line)) {
+                // A field in two lines is ignored, as RFC 9651 requires.
+                *count += 1;
+                self.matches.reservation = read.ok().filter(|_| *count == 1).map(|reservation| (reservation, now));
+            }
         }
         self.line.clear();
-    }
-
-    /// Searches for a reservation in the headers of the last reply. A field in two lines is ignored, as RFC 9651 requires.
-    fn match_reservation(&mut self, now: Time) {
-        let line = self.line.strip_suffix(b"\r").unwrap_or(&self.line);
-        if line.starts_with(b"HTTP/") {
-            (self.reservations, self.matches.reservation) = (Some(0), None);
-        } else if line.is_empty() {
-            self.reservations = None;
-        } else if let (Some(count), Some(read)) = (&mut self.reservations, curl::reservation(line)) {
-            *count += 1;
-            self.matches.reservation = read.ok().filter(|_| *count == 1).map(|reservation| (reservation, now));
-        }
     }
 }
 

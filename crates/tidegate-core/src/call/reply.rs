@@ -50,7 +50,7 @@ impl Call {
             unreplayable_reason: reply.unreplayable_reason,
             asks_not_to_retry: reply.asks_not_to_retry,
             retry_after: reply.retry_after,
-            has_reservation: self.reserved_credential != NO_CREDENTIAL,
+            has_reservation: self.has_reservation(),
             has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
         };
         let retry = &rules.lane_rules[self.own_lane as usize].retry;
@@ -130,9 +130,8 @@ impl Call {
     ) -> Option<usize> {
         let sent = self.take_sent()?;
         let elapsed = now.since(sent.sent_at);
-        let mut has_reservation = false;
         match reply.class {
-            Class::Throttled => has_reservation = self.note_reservation(state, sent.credential, reply),
+            Class::Throttled => self.note_reservation(state, sent.credential, reply),
             class => {
                 self.reserved_credential = NO_CREDENTIAL;
                 if matches!(class, Class::Success | Class::Permanent) {
@@ -157,7 +156,7 @@ impl Call {
         if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
             let remaining = Remaining { calls: calls_left, ..reply.remaining };
             tracker.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, remaining);
-            if has_reservation {
+            if self.has_reservation() {
                 tracker.keep_room();
             }
             state.lanes.clear_refusals();
@@ -204,14 +203,14 @@ impl Call {
                 state.double_lead(sent.sent_at, now);
                 let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
                 // At the end of a longer closing, the reservation could be over.
-                let verb = if has_reservation { Verb::Debit } else { Verb::Throttle { generation } };
+                let verb = if self.has_reservation() { Verb::Debit } else { Verb::Throttle { generation } };
                 update_cooldown(rules, state, sent.credential, verb, requested_wait);
                 // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
                 if requested_wait.is_zero() {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     let free_at = now + requested_wait;
-                    if has_reservation {
+                    if self.has_reservation() {
                         state.pool.set_reserved_at(sent.credential, free_at, now);
                         state.lanes.clear_refusals();
                     } else {
@@ -246,9 +245,9 @@ impl Call {
     }
 
     /// Notes the reservation of a refusal, unless calls that came by theirs are refused again and again: then the back-off
-    /// protects the provider. Returns true if it did.
+    /// protects the provider.
     #[cold]
-    fn note_reservation(&mut self, state: &mut ProviderState, credential: usize, reply: &AttemptReport) -> bool {
+    fn note_reservation(&mut self, state: &mut ProviderState, credential: usize, reply: &AttemptReport) {
         let credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
         if core::mem::replace(&mut self.reserved_credential, NO_CREDENTIAL) == credential {
             state.missed_reservations = (state.missed_reservations + 1).min(MAX_MISSED_RESERVATIONS);
@@ -258,7 +257,6 @@ impl Call {
         if state.gives_reservations {
             self.reserved_credential = credential;
         }
-        state.gives_reservations
     }
 
     fn take_sent(&mut self) -> Option<SentRequest> {
