@@ -53,9 +53,16 @@ fn a_reservation_is_the_callers_own_and_admits_once() {
     assert_eq!(kept.reason, "reservation");
     let again = caller.call("192.0.2.3", Some(&reservation.token));
     assert!(!again.allowed && again.unknown_reservation, "{again:?}");
+    let next = again.reservation.unwrap();
+    assert_eq!(next.at, second.at + 1000);
     clock.advance(Span::from_millis(500));
     let without_token = caller.call("192.0.2.4", None);
     assert!(without_token.allowed && without_token.by_reservation, "{without_token:?}");
+    clock.advance(Span::from_secs(1));
+    let with_used_token = caller.call("192.0.2.3", Some(&reservation.token));
+    assert!(with_used_token.by_reservation, "the next one of its caller admits it: {with_used_token:?}");
+    let with_next_token = caller.call("192.0.2.3", Some(&next.token));
+    assert!(!with_next_token.by_reservation, "{with_next_token:?}");
 }
 
 /// With a share of 0, each caller by its key is told an instant, and nothing is kept.

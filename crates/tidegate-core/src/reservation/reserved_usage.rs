@@ -218,9 +218,8 @@ impl ReservedUsage {
         let &OpContext { op, batch, now, .. } = context;
         let index = self.queue.of_caller(batch.caller).filter(|_| batch.caller != 0 && rules.is_kept)?;
         let Reservation { at, cost, .. } = self.queue.reservations[index];
-        let is_presented = batch.reservation == Time::ZERO || batch.reservation == at;
         // A call without cost needs no room.
-        (is_presented && at <= now && (1..=cost).contains(&op.cost)).then_some(index)
+        (batch.reservation <= at && at <= now && (1..=cost).contains(&op.cost)).then_some(index)
     }
 
     /// Evaluates a call.

@@ -92,13 +92,14 @@ pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) ->
         let known =
             if given.is_empty() { None } else { Some(given.swap_remove(random.below(given.len() as u64) as usize)) };
         let (limit, caller, presented) = match known.filter(|_| random.below(3) > 0) {
-            // Many return in time, some without their reservation, and some with a wrong one.
+            // Many return in time, some without their reservation, and some with an earlier or a wrong one.
             Some((limit, caller, at)) => {
                 if random.below(2) == 0 && at > now && at.since(now) < Span::from_secs(2) {
                     now = at + Span::from_micros(random.pick(&[0, 1, 100_000]));
                     subject.set_now(now);
                 }
-                (limit, caller, random.pick(&[at, at, Time::ZERO, Time::NEVER, at + Span::from_micros(1)]))
+                let (earlier, later) = (at - Span::from_micros(1), at + Span::from_micros(1));
+                (limit, caller, random.pick(&[at, at, earlier, Time::ZERO, Time::NEVER, later]))
             }
             None => (random.below(plain as u64) as usize, 1 + random.below(12), Time::ZERO),
         };

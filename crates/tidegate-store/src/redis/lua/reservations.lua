@@ -322,8 +322,7 @@ evaluate_reserved = function(op, state)
   op.own = find_caller(op, op.queue.reservations, RESERVATION_BYTES)
   if op.own then
     local at, _, cost = read_reservation(op.queue, op.own)
-    local is_presented = op.presented == 0 or op.presented == at
-    if op.is_kept == 1 and is_presented and at <= now and op.cost > 0 and op.cost <= cost then
+    if op.is_kept == 1 and op.presented <= at and at <= now and op.cost > 0 and op.cost <= cost then
       free_at, reserved_at, is_admitted = now, at, true
     else
       if at > now then op.upcoming = op.own end
