@@ -151,8 +151,8 @@ fn run(rate: u32, limit_req: &str, settings: &str, seconds: u32) -> Option<Vec<(
     println!("{} requests in {all:.3} s, at least {least:.3} s apart; {refused} refused", log.len());
     assert!(refused > 0 || others.is_empty(), "{others:?}");
     let mut direct = HttpClient::connect(upstream)?;
-    let statuses: Vec<u16> = (0..15).map(|_| direct.request(get_request("/page")).status).collect();
-    assert!(statuses.contains(&429), "it would have refused: {statuses:?}");
+    let refuses = (0..200).any(|_| direct.request(get_request("/page")).status == 429);
+    assert!(refuses, "it refuses what is too fast");
     Some(log)
 }
 

@@ -181,7 +181,7 @@ pub struct BatchContext {
     pub charged_at: Time,
     /// A hash that identifies the caller among those that share a limit's key. 0 means unknown: it gets no reservation.
     pub caller: u64,
-    /// The instant of the reservation that the caller presents. If the caller's reservation is a later one, that counts.
+    /// The instant of the reservation that the caller presents. If the caller's reservation is another one, that counts.
     /// The epoch means that it presents none. [`Time::NEVER`] means one that isn't the caller's, which admits nothing.
     pub reservation: Time,
     /// A hash of the part that all keys of the batch share, for a store that keeps such keys on one of several servers.

@@ -20,6 +20,7 @@ use alloc::vec::Vec;
 pub use reserved_usage::ReservedUsage;
 use thiserror::Error;
 
+use crate::batch::BatchContext;
 use crate::quota::Period;
 use crate::{PER_MILLE, Rate, Span, Time};
 
@@ -175,9 +176,13 @@ impl ReservationQueue {
         self.reservations.iter().position(|reservation| reservation.caller == caller)
     }
 
-    fn is_barred(&self, rules: &ReservationRules, caller: u64, now: Time) -> bool {
-        let is_late = |forfeit: &Forfeit| forfeit.ended_at + LATENESS <= now;
-        rules.is_kept && self.forfeits.iter().any(|forfeit| forfeit.caller == caller && is_late(forfeit))
+    fn is_barred(&self, rules: &ReservationRules, batch: &BatchContext, now: Time) -> bool {
+        let is_late = |forfeit: &Forfeit| {
+            // A node that counted by itself may have told the caller a later instant.
+            let was_told_later = batch.reservation > forfeit.ended_at && !batch.reservation.is_never();
+            forfeit.caller == batch.caller && forfeit.ended_at + LATENESS <= now && !was_told_later
+        };
+        rules.is_kept && self.forfeits.iter().any(is_late)
     }
 
     /// Forgets the oldest forfeit if there is no room for another record. Returns false if there is none to forget.

@@ -42,14 +42,15 @@ impl ReservationToken {
         (seed.reservation_signature(limit, key, caller, at) == signature).then_some(at)
     }
 
-    /// The token in a request's header. A header that isn't a single item with a token is ignored, as RFC 9651 requires.
+    /// The token in a request's header. A header that isn't a single item with a token of at most 128 characters is
+    /// ignored, as RFC 9651 requires.
     ///
     /// # Errors
     /// It is no token of a gate.
     pub fn in_headers(headers: &HeaderMap) -> Option<Result<Self, ReservationTokenError>> {
         let mut lines = headers.get_all(TIDEGATE_RESERVATION).iter();
         let line = lines.next().filter(|_| lines.next().is_none())?;
-        Some(read_item(line.as_bytes())?.bare_item.as_token()?.as_str().parse())
+        Some(read_token(&read_item(line.as_bytes())?)?.parse())
     }
 
     /// The instant in milliseconds since the Unix epoch, rounded up.
@@ -108,18 +109,21 @@ impl FromStr for ReplyReservation {
     /// Reads the value of a reply's header: a token of at most 128 characters, with the parameter `at`, and maybe `wait`.
     fn from_str(text: &str) -> Result<Self, ReservationTokenError> {
         let item = read_item(text.as_bytes()).ok_or(ReservationTokenError)?;
-        let token = item.bare_item.as_token().map(|token| token.as_str()).filter(|token| token.len() <= MAX_TOKEN);
         let millis = |name| {
             let millis = u64::try_from(i64::from(item.params.get(name)?.as_integer()?)).ok()?;
             Some(Span::from_millis(millis))
         };
-        let (token, at) = token.zip(millis("at")).ok_or(ReservationTokenError)?;
+        let (token, at) = read_token(&item).zip(millis("at")).ok_or(ReservationTokenError)?;
         Ok(Self { token: token.to_owned(), at: Time::ZERO + at, wait: millis("wait").filter(|wait| !wait.is_zero()) })
     }
 }
 
 fn read_item(line: &[u8]) -> Option<Item> {
     Parser::new(line).parse().ok()
+}
+
+fn read_token(item: &Item) -> Option<&str> {
+    item.bare_item.as_token().map(|token| token.as_str()).filter(|token| token.len() <= MAX_TOKEN)
 }
 
 #[cfg(test)]
@@ -173,10 +177,19 @@ mod tests {
         for line in [text.clone(), format!(" {text} "), format!("{text};at=5;b")] {
             assert_eq!(read(&[&line]), token.map(Ok), "{line}");
         }
-        for wrong in ["r5", "*foreign/token"] {
+        let longest = "a".repeat(MAX_TOKEN);
+        for wrong in ["r5", "*foreign/token", &longest] {
             assert_eq!(read(&[wrong]), Some(Err(ReservationTokenError)), "{wrong}");
         }
-        for lines in [&[][..], &[""], &["5"], &[&format!("{text};=")], &[&format!("{text}, {text}")], &[&text, &text]] {
+        for lines in [
+            &[][..],
+            &[""],
+            &["5"],
+            &[&format!("{longest}a")],
+            &[&format!("{text};=")],
+            &[&format!("{text}, {text}")],
+            &[&text, &text],
+        ] {
             assert_eq!(read(lines), None, "{lines:?}");
         }
     }

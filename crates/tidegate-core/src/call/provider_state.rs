@@ -33,10 +33,8 @@ pub struct ProviderState {
     pub(super) remaining_trackers: Vec<RemainingTracker>,
     /// The calls in flight whose connections have switched protocols.
     pub(super) tunnels: u32,
-    /// True if the last throttled reply had a reservation.
+    /// True if the last throttled reply had a reservation, and was to a call without one.
     pub(super) gives_reservations: bool,
-    /// The calls that came by a reservation and were refused, less those that were accepted since.
-    pub(super) missed_reservations: u8,
     /// The circuit breaker of the provider.
     pub breaker: Breaker,
     /// The budget of retries.
@@ -141,7 +139,6 @@ impl ProviderState {
             remaining_trackers: alloc::vec![RemainingTracker::default(); trackers],
             tunnels: 0,
             gives_reservations: false,
-            missed_reservations: 0,
             pool: pool.with_max_in_flight(rules.max_in_flight_per_credential),
             adaptive_limit: limit,
             pace: None,
@@ -165,7 +162,7 @@ impl ProviderState {
         self.pool.end_all_cooldowns();
         self.remaining_trackers.fill(RemainingTracker::default());
         (self.pace, self.adaptive_limit, self.lead) = (pace, limit, rules.lead);
-        (self.gives_reservations, self.missed_reservations) = (false, 0);
+        self.gives_reservations = false;
         self.apply_adaptive_limit(rules);
         self.lanes.clear_refusals();
     }

@@ -9,10 +9,6 @@ use super::{
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Class, MAX_COST, Op, Remaining, Span, Time, Verb};
 
-/// The calls that may come by a reservation and be refused, beyond those that the provider accepted meanwhile: several
-/// that are refused at once share one.
-const MAX_MISSED_RESERVATIONS: u8 = 8;
-
 impl Call {
     /// Handles the end of an attempt and decides the next step.
     pub fn handle_reply(
@@ -132,12 +128,7 @@ impl Call {
         let elapsed = now.since(sent.sent_at);
         match reply.class {
             Class::Throttled => self.note_reservation(state, sent.credential, reply),
-            class => {
-                self.reserved_credential = NO_CREDENTIAL;
-                if matches!(class, Class::Success | Class::Permanent) {
-                    state.missed_reservations = state.missed_reservations.saturating_sub(1);
-                }
-            }
+            _ => self.reserved_credential = NO_CREDENTIAL,
         }
         // A provider that gives reservations tells the exact time as it refuses a call.
         let calls_left = reply.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
@@ -244,16 +235,14 @@ impl Call {
         Some(sent.credential)
     }
 
-    /// Notes the reservation of a refusal, unless calls that came by theirs are refused again and again: then the back-off
-    /// protects the provider.
+    /// Notes the reservation of a refusal, unless the call came by one: then others share its reservations, or the provider
+    /// doesn't keep them, and the back-off protects both.
     #[cold]
     fn note_reservation(&mut self, state: &mut ProviderState, credential: usize, reply: &AttemptReport) {
         let credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
-        if core::mem::replace(&mut self.reserved_credential, NO_CREDENTIAL) == credential {
-            state.missed_reservations = (state.missed_reservations + 1).min(MAX_MISSED_RESERVATIONS);
-        }
+        let is_missed = core::mem::replace(&mut self.reserved_credential, NO_CREDENTIAL) == credential;
         let is_told = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
-        state.gives_reservations = is_told && state.missed_reservations < MAX_MISSED_RESERVATIONS;
+        state.gives_reservations = is_told && !is_missed;
         if state.gives_reservations {
             self.reserved_credential = credential;
         }

@@ -219,7 +219,7 @@ impl ReservedUsage {
         let index = self.queue.of_caller(batch.caller).filter(|_| batch.caller != 0 && rules.is_kept)?;
         let Reservation { at, cost, .. } = self.queue.reservations[index];
         // A call without cost needs no room.
-        (batch.reservation <= at && at <= now && (1..=cost).contains(&op.cost)).then_some(index)
+        (!batch.reservation.is_never() && at <= now && (1..=cost).contains(&op.cost)).then_some(index)
     }
 
     /// Evaluates a call.
@@ -284,7 +284,7 @@ impl ReservedUsage {
         let &OpContext { op, limit, batch, now } = context;
         let queue = &self.queue;
         let may_reserve = batch.caller != 0 && op.cost > 0 && op.cost <= limit.kind().capacity();
-        if !may_reserve || queue.of_caller(batch.caller).is_some() || queue.is_barred(rules, batch.caller, now) {
+        if !may_reserve || queue.of_caller(batch.caller).is_some() || queue.is_barred(rules, &batch, now) {
             return false;
         }
         let Some(at) = self.next_instant(rules, limit.kind(), op.cost, now) else { return false };

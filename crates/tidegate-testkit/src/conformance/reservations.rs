@@ -98,7 +98,7 @@ pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) ->
                     now = at + Span::from_micros(random.pick(&[0, 1, 100_000]));
                     subject.set_now(now);
                 }
-                let (earlier, later) = (at - Span::from_micros(1), at + Span::from_micros(1));
+                let (earlier, later) = (at - Span::from_micros(1), at + Span::from_secs(2));
                 (limit, caller, random.pick(&[at, at, earlier, Time::ZERO, Time::NEVER, later]))
             }
             None => (random.below(plain as u64) as usize, 1 + random.below(12), Time::ZERO),

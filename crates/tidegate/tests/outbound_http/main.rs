@@ -15,14 +15,17 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use http::{HeaderValue, Request, StatusCode};
 use http_body_util::Full;
-use tidegate::Span;
+use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallErrorKind, CallOptions, CallStats, OutboundError, SendError, TargetError};
+use tidegate::policy::{Policy, PolicySources, Query};
+use tidegate::{Gate, Span};
 use tidegate_core::Lane;
 use tidegate_core::retry::UnreplayableReason;
 use tower::Layer as _;
 
 use crate::common::{
-    Answer, Api, Arrived, BEARER, LOGIN, PAIR, PLANTED, answer, ask, get, layer, layer_of, now, post, status, text,
+    Answer, Api, Arrived, BEARER, LOGIN, PAIR, PLANTED, answer, ask, get, layer, layer_of, limited, now, post, status,
+    text,
 };
 
 #[tokio::test(start_paused = true)]
@@ -144,6 +147,37 @@ async fn a_reservation_is_presented_once() {
     assert!(waited >= Duration::from_millis(200) && waited < Duration::from_millis(250), "{waited:?}");
     let presented = arrived.iter().map(|request| request.headers.get("tidegate-reservation"));
     assert_eq!(presented.collect::<Vec<_>>(), [None, Some(&HeaderValue::from_static("rabc")), None]);
+}
+
+/// Two calls of one client hold the same token. The first uses it. Until the second comes, another client of the key was
+/// refused and gave up, so that the key has a next reservation.
+#[tokio::test(start_paused = true)]
+async fn a_used_token_keeps_the_next_reservation() {
+    let text = "[inbound.action.all]\nkey = \"action\"\nlimit = \"1/s burst 1\"\n\
+                reserve = { share = 1, grace = \"900ms\", by = [\"key\"] }\n";
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let gate = Gate::in_memory(&policy, TokioClock::default());
+    let ask_gate = move |key: &str, reservation: Option<&str>| {
+        let query = Query { action: Some("all"), key: Some(key), reservation, ..Query::default() };
+        gate.report(&gate.check_now(&query).unwrap())
+    };
+    assert!(ask_gate("other", None).allowed);
+    let api = Api::new(move |_, request| {
+        let token = request.headers.get("tidegate-reservation").map(|token| token.to_str().unwrap());
+        let decided = ask_gate("shared", token);
+        let Some(given) = decided.reservation else { return status(if decided.allowed { 200 } else { 429 }) };
+        let line = format!("{};at={};wait={}", given.token, given.at, given.wait);
+        answer(429, &[("retry-after", &decided.retry_after.unwrap().to_string()), ("tidegate-reservation", &line)], "")
+    })
+    .taking(Duration::from_millis(10));
+    let (service, another) = (limited("40/m burst 2", "").layer(api.clone()), layer("").layer(api.clone()));
+    let giving_up = async {
+        tokio::time::sleep(Duration::from_millis(1_600)).await;
+        tokio::time::timeout(Duration::from_millis(500), ask(&another, get("/x"))).await.unwrap_err();
+    };
+    let (first, second, _) = tokio::join!(ask(&service, get("/x")), ask(&service, get("/x")), giving_up);
+    assert_eq!([first, second].map(|reply| reply.unwrap().status().as_u16()), [200, 200]);
+    assert_eq!(api.count(), 5, "each was refused once: {:?}", api.arrived());
 }
 
 #[tokio::test(start_paused = true)]

@@ -92,8 +92,11 @@ end
 
 local function is_barred(op)
   local index = find_caller(op, op.queue.forfeits, FORFEIT_BYTES)
-  if not index then return false end
-  return op.is_kept == 1 and unpack('<d', op.queue.forfeits, index * FORFEIT_BYTES + 1) + LATENESS <= now
+  if not index or op.is_kept == 0 then return false end
+  local ended_at = unpack('<d', op.queue.forfeits, index * FORFEIT_BYTES + 1)
+  -- A node that counted by itself may have told the caller a later instant.
+  local was_told_later = op.presented > ended_at and op.presented < NEVER
+  return ended_at + LATENESS <= now and not was_told_later
 end
 
 local function refresh_queue(op)
@@ -322,7 +325,7 @@ evaluate_reserved = function(op, state)
   op.own = find_caller(op, op.queue.reservations, RESERVATION_BYTES)
   if op.own then
     local at, _, cost = read_reservation(op.queue, op.own)
-    if op.is_kept == 1 and op.presented <= at and at <= now and op.cost > 0 and op.cost <= cost then
+    if op.is_kept == 1 and op.presented < NEVER and at <= now and op.cost > 0 and op.cost <= cost then
       free_at, reserved_at, is_admitted = now, at, true
     else
       if at > now then op.upcoming = op.own end
