@@ -131,8 +131,8 @@ pub struct Call {
     is_joined: bool,
     /// Its number in the order of arrival, once it was granted. It enters the queue there again if it has a reservation.
     arrival: Option<u64>,
-    /// The credential for whose next request the provider keeps room, since it refused this call's last one.
-    reserved_credential: u16,
+    /// True if the provider keeps room for its next request, since it refused the last one.
+    has_reservation: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
     is_hedge: bool,
 }
@@ -161,7 +161,7 @@ impl Call {
             holds_budget_retry: false,
             is_joined: false,
             arrival: None,
-            reserved_credential: NO_CREDENTIAL,
+            has_reservation: false,
             is_hedge: false,
         }
     }
@@ -199,11 +199,6 @@ impl Call {
         }
     }
 
-    /// True if the provider keeps room for its next request.
-    fn has_reservation(&self) -> bool {
-        self.reserved_credential != NO_CREDENTIAL
-    }
-
     /// Enters the queue, for the first or for another attempt.
     pub fn start(&mut self, state: &mut ProviderState, now: Time) -> Result<(), CallFailure> {
         state.store_requests.updates.clear();
@@ -232,7 +227,7 @@ impl Call {
         if state.pool.all_closed_until(now).is_some_and(|closed_until| closed_until >= self.deadline) {
             return Err(state.no_credential(now).failure());
         }
-        let place = self.arrival.filter(|_| self.has_reservation());
+        let place = self.arrival.filter(|_| self.has_reservation);
         let refusal = match place {
             None => state.lanes.refused_behind(self.deadline, self.lane, self.cost, now),
             Some(_) => state.lanes.refused_past(self.deadline, self.lane, self.cost, now),

@@ -177,12 +177,12 @@ impl ReservationQueue {
     }
 
     fn is_barred(&self, rules: &ReservationRules, batch: &BatchContext, now: Time) -> bool {
-        let is_late = |forfeit: &Forfeit| {
+        let bars = |forfeit: &Forfeit| {
             // A node that counted by itself may have told the caller a later instant.
-            let was_told_later = batch.reservation > forfeit.ended_at && !batch.reservation.is_never();
+            let was_told_later = batch.reservation > forfeit.ended_at && batch.reservation <= now;
             forfeit.caller == batch.caller && forfeit.ended_at + LATENESS <= now && !was_told_later
         };
-        rules.is_kept && self.forfeits.iter().any(is_late)
+        rules.is_kept && self.forfeits.iter().any(bars)
     }
 
     /// Forgets the oldest forfeit if there is no room for another record. Returns false if there is none to forget.

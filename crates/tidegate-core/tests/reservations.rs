@@ -324,13 +324,19 @@ fn a_late_caller_forfeits_its_reservation() {
 /// While a store was away, a node of its fleet may have told the caller an instant that the store doesn't know.
 #[test]
 fn a_caller_told_another_instant_isnt_barred() {
-    for (told, again, found) in [(700, 1000, 1000), (1400, 1400, 1000), (2600, 2600, 4000), (1400, 2600, 0)] {
+    for (told, again, found) in [
+        (at(700), 1000, at(1000)),
+        (at(1400), 1400, at(1000)),
+        (at(2600), 2600, at(4000)),
+        (at(1500), 2600, Time::ZERO),
+        (at(2601), 2600, Time::ZERO),
+        (Time::NEVER, 2600, Time::ZERO),
+    ] {
         let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
         shared.call(1, 1, Time::ZERO, at(0));
         assert_eq!(shared.call(2, 1, Time::ZERO, at(0)).reserved_at, at(1000));
         assert_eq!(shared.call(3, 1, Time::ZERO, at(0)).reserved_at, at(2500));
-        let reserved_at = shared.call(2, 1, at(told), at(again)).reserved_at;
-        assert_eq!(reserved_at, if found == 0 { Time::ZERO } else { at(found) }, "told {told}, came at {again}");
+        assert_eq!(shared.call(2, 1, told, at(again)).reserved_at, found, "told {told:?}, came at {again}");
     }
 }
 

@@ -198,7 +198,8 @@ where
             return cancelled_outcome(error.into(), Delivery::Unsent);
         }
         let is_usable = |held: &HeldReservation| held.credential == credential && held.usable_from <= now;
-        if let Some(index) = self.reservations.iter().position(is_usable) {
+        let reservation = self.reservations.iter().position(is_usable);
+        if let Some(index) = reservation {
             parts.headers.insert(TIDEGATE_RESERVATION, self.reservations.swap_remove(index).token);
         }
         let mut inner = self.inner.clone();
@@ -211,7 +212,11 @@ where
         self.was_handed_over = true;
         let sent: Result<_, BoxError> = inner.call(Request::from_parts(parts, body)).await.map_err(Into::into);
         match sent {
-            Ok(response) => self.process_response(response, credential, sent_secret).await,
+            Ok(response) => {
+                let mut outcome = self.process_response(response, credential, sent_secret).await;
+                outcome.report.presented_reservation = reservation.is_some();
+                outcome
+            }
             Err(_) if self.body.is_broken() => cancelled_outcome(SendError::BrokenBody, Delivery::Unknown),
             Err(error) if matches!(error.downcast_ref(), Some(SendError::FollowedRedirect)) => {
                 cancelled_outcome(SendError::FollowedRedirect, Delivery::Unsent)

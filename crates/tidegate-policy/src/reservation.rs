@@ -22,7 +22,7 @@ const INSTANT_DIGITS: usize = 13;
 const SIGNATURE_DIGITS: usize = 16;
 /// The wait for a reservation that tells none, and whose instant is over by a clock that runs ahead: less than most graces.
 const WAIT_BY_FAST_CLOCK: Span = Span::from_millis(200);
-/// The longest token of any server that a client sends back, in bytes.
+/// The maximum length of a token in the header, in bytes.
 const MAX_TOKEN: usize = 128;
 
 /// A reservation's instant, and the signature that only the gates of one store can make. Written as `r` and 29 hexadecimal
@@ -42,8 +42,8 @@ impl ReservationToken {
         (seed.reservation_signature(limit, key, caller, at) == signature).then_some(at)
     }
 
-    /// The token in a request's header. A header that isn't a single item with a token of at most 128 characters is
-    /// ignored, as RFC 9651 requires.
+    /// The token in a request's header. A header that isn't a single item (RFC 9651) with a token of at most 128 characters
+    /// is ignored.
     ///
     /// # Errors
     /// It is no token of a gate.

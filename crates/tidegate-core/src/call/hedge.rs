@@ -4,7 +4,7 @@ use core::mem;
 
 use rand_core::Rng;
 
-use super::{AttemptReport, Call, CallRules, CallStage, NO_CREDENTIAL, ProviderState};
+use super::{AttemptReport, Call, CallRules, CallStage, ProviderState};
 use crate::Time;
 
 impl Call {
@@ -17,7 +17,7 @@ impl Call {
             stage: CallStage::Idle,
             holds_budget_retry: true,
             is_hedge: true,
-            reserved_credential: NO_CREDENTIAL,
+            has_reservation: false,
             ..*self
         })
     }

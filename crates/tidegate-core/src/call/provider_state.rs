@@ -33,7 +33,7 @@ pub struct ProviderState {
     pub(super) remaining_trackers: Vec<RemainingTracker>,
     /// The calls in flight whose connections have switched protocols.
     pub(super) tunnels: u32,
-    /// True if the last throttled reply had a reservation, and was to a call without one.
+    /// True if the last throttled reply had a reservation.
     pub(super) gives_reservations: bool,
     /// The circuit breaker of the provider.
     pub breaker: Breaker,

@@ -46,7 +46,7 @@ impl Call {
             unreplayable_reason: reply.unreplayable_reason,
             asks_not_to_retry: reply.asks_not_to_retry,
             retry_after: reply.retry_after,
-            has_reservation: self.has_reservation(),
+            has_reservation: self.has_reservation,
             has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
         };
         let retry = &rules.lane_rules[self.own_lane as usize].retry;
@@ -126,10 +126,12 @@ impl Call {
     ) -> Option<usize> {
         let sent = self.take_sent()?;
         let elapsed = now.since(sent.sent_at);
-        match reply.class {
-            Class::Throttled => self.note_reservation(state, sent.credential, reply),
-            _ => self.reserved_credential = NO_CREDENTIAL,
+        let is_reserved = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
+        if reply.class == Class::Throttled {
+            state.gives_reservations = is_reserved;
         }
+        // If the request came by a reservation, another has used that, or the provider keeps none: then the call backs off.
+        self.has_reservation = is_reserved && !reply.presented_reservation;
         // A provider that gives reservations tells the exact time as it refuses a call.
         let calls_left = reply.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
         state.stats.attempts[reply.class as usize] += 1;
@@ -147,7 +149,7 @@ impl Call {
         if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
             let remaining = Remaining { calls: calls_left, ..reply.remaining };
             tracker.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, remaining);
-            if self.has_reservation() {
+            if self.has_reservation {
                 tracker.keep_room();
             }
             state.lanes.clear_refusals();
@@ -194,14 +196,14 @@ impl Call {
                 state.double_lead(sent.sent_at, now);
                 let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
                 // At the end of a longer closing, the reservation could be over.
-                let verb = if self.has_reservation() { Verb::Debit } else { Verb::Throttle { generation } };
+                let verb = if self.has_reservation { Verb::Debit } else { Verb::Throttle { generation } };
                 update_cooldown(rules, state, sent.credential, verb, requested_wait);
                 // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
                 if requested_wait.is_zero() {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     let free_at = now + requested_wait;
-                    if self.has_reservation() {
+                    if self.has_reservation {
                         state.pool.set_reserved_at(sent.credential, free_at, now);
                         state.lanes.clear_refusals();
                     } else {
@@ -233,19 +235,6 @@ impl Call {
             state.pool.set_cooling_until(sent.credential, until, now);
         }
         Some(sent.credential)
-    }
-
-    /// Notes the reservation of a refusal, unless the call came by one: then others share its reservations, or the provider
-    /// doesn't keep them, and the back-off protects both.
-    #[cold]
-    fn note_reservation(&mut self, state: &mut ProviderState, credential: usize, reply: &AttemptReport) {
-        let credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
-        let is_missed = core::mem::replace(&mut self.reserved_credential, NO_CREDENTIAL) == credential;
-        let is_told = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
-        state.gives_reservations = is_told && !is_missed;
-        if state.gives_reservations {
-            self.reserved_credential = credential;
-        }
     }
 
     fn take_sent(&mut self) -> Option<SentRequest> {

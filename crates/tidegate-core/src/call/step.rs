@@ -24,6 +24,8 @@ pub struct AttemptReport {
     pub retry_after: Option<Span>,
     /// True if the provider keeps room for the call from the end of `retry_after` on, with a throttled reply.
     pub has_reservation: bool,
+    /// True if the request came by a reservation.
+    pub presented_reservation: bool,
     /// The calendar quota that the provider reports to be spent, with a throttled reply. `retry_after` is then the time
     /// until its period ends.
     pub spent_quota: Option<LimitId>,
@@ -52,6 +54,7 @@ impl AttemptReport {
             rejects_credential: false,
             retry_after: None,
             has_reservation: false,
+            presented_reservation: false,
             spent_quota: None,
             spent_until: None,
             remaining: Remaining { calls: None, cost: None },

@@ -92,7 +92,7 @@ pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) ->
         let known =
             if given.is_empty() { None } else { Some(given.swap_remove(random.below(given.len() as u64) as usize)) };
         let (limit, caller, presented) = match known.filter(|_| random.below(3) > 0) {
-            // Many return in time, some without their reservation, and some with an earlier or a wrong one.
+            // Many return in time, some without their reservation, and some with an earlier, a later or a wrong one.
             Some((limit, caller, at)) => {
                 if random.below(2) == 0 && at > now && at.since(now) < Span::from_secs(2) {
                     now = at + Span::from_micros(random.pick(&[0, 1, 100_000]));

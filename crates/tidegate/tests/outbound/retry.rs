@@ -7,7 +7,7 @@ use tidegate::{Clock as _, Span};
 use tidegate_core::call::AttemptReport;
 use tidegate_core::{Remaining, RemainingAmount};
 
-use crate::common::{Answers, GOOD, Log, MISSING, THROTTLED, provider, spawn, starts, throttled_for, within};
+use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
 
 const SEVEN: &str = "retry = { max_attempts = 7, base = \"1s\", cap = \"30s\", jitter = \"none\" }\nadaptive = \"off\"\n\
                      timeout = \"10m\"\n";
@@ -78,26 +78,28 @@ async fn reservations_are_used_at_their_instants_in_order() {
 #[tokio::test(start_paused = true)]
 async fn useless_reservations_are_backed_off_from() {
     let (api, log) =
-        (provider("adaptive = \"off\"\ntimeout = \"10m\"\nretry = { max_attempts = 3 }\n"), Log::default());
+        (provider("adaptive = \"off\"\ntimeout = \"10m\"\nretry = { max_attempts = 5 }\n"), Log::default());
     let useless = AttemptReport { retry_after: Some(Span::from_millis(1)), has_reservation: true, ..THROTTLED };
+    let replies = [useless, AttemptReport { presented_reservation: true, ..useless }];
     for name in 0..12 {
-        let sent = api.call(CallOptions::default(), &mut Answers::of(&api, &[useless], &log, name)).await;
+        let sent = api.call(CallOptions::default(), &mut Answers::of(&api, &replies, &log, name)).await;
         assert!(sent.is_err(), "{sent:?}");
     }
     let waits = waits(&log);
-    assert!(waits.chunks(3).all(|of_a_call| of_a_call[..2].iter().any(|wait| *wait >= 1_000)), "{waits:?}");
-    assert!(waits.last() >= Some(&30_000), "{waits:?}");
+    assert!(waits[1..4].iter().all(|wait| *wait >= 500) && waits.last() >= Some(&30_000), "{waits:?}");
 }
 
 /// Each call has its reservation once. One that is refused at its instant is a throttled call like any other.
 #[tokio::test(start_paused = true)]
 async fn a_missed_reservation_is_followed_by_the_back_off() {
     let reserved = AttemptReport { retry_after: Some(Span::from_millis(70)), has_reservation: true, ..THROTTLED };
-    let settings = "adaptive = \"off\"\ntimeout = \"1h\"\nretry = { base = \"5s\", jitter = \"none\" }\n";
+    let missed = AttemptReport { presented_reservation: true, ..reserved };
+    let settings =
+        "adaptive = \"off\"\ntimeout = \"1h\"\nretry = { max_attempts = 5, base = \"5s\", jitter = \"none\" }\n";
     for (replies, expected) in [
         (&[reserved, GOOD][..], &[70, 100, 70, 100, 70][..]),
-        (&[reserved, MISSING], &[70, 100, 70, 100, 70]),
-        (&[reserved, reserved, GOOD], &[70, 5_000]),
+        (&[reserved, reserved, GOOD], &[70, 70, 100]),
+        (&[reserved, missed, missed, GOOD], &[70, 5_000, 8_000]),
     ] {
         let (api, log) = (provider(settings), Log::default());
         for name in 0..3 {

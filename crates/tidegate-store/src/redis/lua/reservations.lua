@@ -95,7 +95,7 @@ local function is_barred(op)
   if not index or op.is_kept == 0 then return false end
   local ended_at = unpack('<d', op.queue.forfeits, index * FORFEIT_BYTES + 1)
   -- A node that counted by itself may have told the caller a later instant.
-  local was_told_later = op.presented > ended_at and op.presented < NEVER
+  local was_told_later = op.presented > ended_at and op.presented <= now
   return ended_at + LATENESS <= now and not was_told_later
 end
 
