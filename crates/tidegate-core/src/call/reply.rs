@@ -126,12 +126,12 @@ impl Call {
     ) -> Option<usize> {
         let sent = self.take_sent()?;
         let elapsed = now.since(sent.sent_at);
-        let is_reserved = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
+        self.has_reservation = false;
         if reply.class == Class::Throttled {
-            state.gives_reservations = is_reserved;
+            state.gives_reservations = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
+            // A reservation that was of no use may have been used by another request, or the provider keeps none.
+            self.has_reservation = state.gives_reservations && !reply.presented_reservation;
         }
-        // If the request came by a reservation, another has used that, or the provider keeps none: then the call backs off.
-        self.has_reservation = is_reserved && !reply.presented_reservation;
         // A provider that gives reservations tells the exact time as it refuses a call.
         let calls_left = reply.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
         state.stats.attempts[reply.class as usize] += 1;

@@ -24,7 +24,8 @@ pub struct AttemptReport {
     pub retry_after: Option<Span>,
     /// True if the provider keeps room for the call from the end of `retry_after` on, with a throttled reply.
     pub has_reservation: bool,
-    /// True if the request came by a reservation.
+    /// True if the request presented a reservation. If it is throttled, the call backs off, also if the provider keeps
+    /// room for it again.
     pub presented_reservation: bool,
     /// The calendar quota that the provider reports to be spent, with a throttled reply. `retry_after` is then the time
     /// until its period ends.

@@ -180,6 +180,21 @@ async fn a_used_token_keeps_the_next_reservation() {
     assert_eq!(api.count(), 5, "each was refused once: {:?}", api.arrived());
 }
 
+/// The provider gives a reservation at each refusal, and keeps none.
+#[tokio::test(start_paused = true)]
+async fn a_useless_reservation_is_backed_off_from() {
+    let api = Api::new(|number, _| match number {
+        0..3 => answer(429, &[("retry-after", "1"), ("tidegate-reservation", "rabc;at=1")], ""),
+        _ => status(200),
+    });
+    let settings = "timeout = \"60s\"\nretry = { max_attempts = 4, base = \"5s\", jitter = \"none\" }";
+    let service = layer(settings).layer(api.clone());
+    assert_eq!(ask(&service, get("/x")).await.unwrap().status(), StatusCode::OK);
+    let arrived = api.arrived();
+    let waits: Vec<_> = arrived.windows(2).map(|pair| (pair[1].at - pair[0].at).as_millis()).collect();
+    assert!(waits[0] < 250 && waits[1..].iter().all(|wait| *wait >= 5_000), "{waits:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_secondary_limit_selects_another_credential() {
     let api = Api::new(|_, request| match request.bearer() {
