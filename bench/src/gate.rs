@@ -10,14 +10,14 @@ mod tls;
 mod viewers;
 mod wrk;
 
-use tidegate_testkit::servers::RedisServer;
+use tidegate_testkit::servers::{RedisServer, free_port};
 
 use crate::measure::run_on_core;
 use crate::options::Options;
 use crate::programs::{ProgramError, bench_program, system_program, tidegate_program};
 use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
-use server::{BenchServer, TempFolder, free_port};
+use server::{BenchServer, TempFolder};
 use tls::{TlsFiles, TlsLoad};
 use viewers::{Viewers, cpu_share};
 use wrk::{RequestCounts, WrkClient, WrkRequest};
@@ -167,7 +167,7 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
 fn measure_viewers(options: &Options, [idle, load]: &mut [BenchRow; 2]) -> Result<(), ProgramError> {
     let folder = TempFolder::new()?;
     let client = WrkClient::new(&folder, CLIENT_CORE, CONNECTIONS, GateWork::Refused.load())?;
-    let admin = free_port()?;
+    let admin = free_port();
     let policy = POLICY.replace("{admin}", &admin.to_string());
     let server = start_tidegate_with(&folder, GateWork::Refused, UNUSED_PORT, &policy)?;
     client.run(server.port, 1)?;
@@ -312,7 +312,7 @@ fn measure_pair(
 
 /// Starts throttlecrab's server with one of its protocols: `http`, `grpc` or `redis`.
 fn start_throttlecrab(protocol: &str) -> Result<BenchServer, ProgramError> {
-    let port = free_port()?;
+    let port = free_port();
     let arguments = [format!("--{protocol}"), format!("--{protocol}-port"), port.to_string()];
     BenchServer::start(PROXY_CORE, THROTTLECRAB, &system_program(THROTTLECRAB)?, &arguments, port)
 }
@@ -323,7 +323,7 @@ fn start_bare(_: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServ
         GateWork::DecisionApi => "bare-api",
         _ => "bare-proxy",
     };
-    let port = free_port()?;
+    let port = free_port();
     let arguments = [port.to_string(), upstream.to_string()];
     BenchServer::start(PROXY_CORE, program, &bench_program(program)?, &arguments, port)
 }
@@ -359,7 +359,7 @@ fn start_tidegate_with(
     policy: &str,
 ) -> Result<BenchServer, ProgramError> {
     let program = tidegate_program()?;
-    let (proxy, api, admin) = (free_port()?, free_port()?, free_port()?);
+    let (proxy, api, admin) = (free_port(), free_port(), free_port());
     let text = policy_text(policy, [proxy, upstream, api, admin]);
     let file = folder.write("tidegate.toml", &text)?;
     let port = if work == GateWork::DecisionApi { api } else { proxy };

@@ -4,8 +4,9 @@
 use std::process::Command;
 
 use prost::Message;
+use tidegate_testkit::servers::free_port;
 
-use super::server::{BenchServer, TempFolder, free_port};
+use super::server::{BenchServer, TempFolder};
 use super::tls::parse_h2load;
 use super::wrk::RequestCounts;
 use super::{CLIENT_CORE, PROXY_CORE, THROTTLECRAB, compare, measure_pair, start_throttlecrab};
@@ -109,7 +110,7 @@ fn load(url: &str, body: &str, seconds: u32) -> Result<RequestCounts, ProgramErr
 }
 
 fn start_tidegate(folder: &TempFolder) -> Result<BenchServer, ProgramError> {
-    let port = free_port()?;
+    let port = free_port();
     let policy = format!(
         "[rls]\nlisten = \"127.0.0.1:{port}\"\n[inbound.action.ask]\nkey = \"key\"\nlimit = \"1000000/s burst 1000000\"\n\
          [api]\nlisten = \"off\"\n[admin]\nlisten = \"off\"\n[log]\nlevel = \"error\"\n"
@@ -120,6 +121,6 @@ fn start_tidegate(folder: &TempFolder) -> Result<BenchServer, ProgramError> {
 }
 
 fn start_bare() -> Result<BenchServer, ProgramError> {
-    let port = free_port()?;
+    let port = free_port();
     BenchServer::start(PROXY_CORE, BARE, &bench_program("bare-rls")?, &[port.to_string()], port)
 }

@@ -5,7 +5,9 @@ use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpStream};
 use std::process::Command;
 
-use super::server::{BenchServer, TempFolder, free_port};
+use tidegate_testkit::servers::free_port;
+
+use super::server::{BenchServer, TempFolder};
 use super::wrk::RequestCounts;
 use super::{CLIENT_CORE, CONNECTIONS, PROXY_CORE, THROTTLECRAB, compare, measure_pair, start_throttlecrab};
 use crate::options::Options;
@@ -98,7 +100,7 @@ fn load(server: &BenchServer, command: &str, pipeline: u32, count: u32) -> Resul
 }
 
 fn start_tidegate(folder: &TempFolder) -> Result<BenchServer, ProgramError> {
-    let port = free_port()?;
+    let port = free_port();
     let policy = format!(
         "[resp]\nlisten = \"127.0.0.1:{port}\"\n[api]\nlisten = \"off\"\n[admin]\nlisten = \"off\"\n\
          [log]\nlevel = \"error\"\n"
@@ -110,7 +112,7 @@ fn start_tidegate(folder: &TempFolder) -> Result<BenchServer, ProgramError> {
 
 /// Starts a Redis, and returns the hash of its script.
 fn start_redis(folder: &TempFolder) -> Result<(BenchServer, String), ProgramError> {
-    let port = free_port()?;
+    let port = free_port();
     let file = folder.write("redis.conf", &format!("port {port}\nbind 127.0.0.1\nsave \"\"\n"))?;
     let program = system_program("redis-server")?;
     let server = BenchServer::start(PROXY_CORE, SCRIPT_NAME, &program, &[file.display().to_string()], port)?;

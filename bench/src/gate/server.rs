@@ -1,12 +1,14 @@
 //! Servers for one row: started on one core, awaited, read for their CPU time, and ended.
 
 use crate::programs::{ProgramError, system_program};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use tidegate_testkit::servers::free_port;
 
 /// The ticks per second of times in /proc: 100 on every Linux, whatever the kernel's own tick.
 const TICKS_PER_SECOND: f64 = 100.0;
@@ -15,15 +17,11 @@ const TICKS_PER_SECOND: f64 = 100.0;
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A temporary folder of this run, removed at the end.
-pub(super) struct TempFolder(PathBuf);
+pub(super) struct TempFolder(TempDir);
 
 impl TempFolder {
     pub(super) fn new() -> Result<Self, ProgramError> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("tidegate-bench-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&path).map_err(|error| ProgramError::new(path.display().to_string(), error))?;
-        Ok(Self(path))
+        tempfile::tempdir().map(Self).map_err(|error| ProgramError::new("a temporary folder", error))
     }
 
     pub(super) fn write(&self, name: &str, text: &str) -> Result<PathBuf, ProgramError> {
@@ -31,25 +29,10 @@ impl TempFolder {
     }
 
     pub(super) fn write_bytes(&self, name: &str, bytes: &[u8]) -> Result<PathBuf, ProgramError> {
-        let path = self.0.join(name);
+        let path = self.0.path().join(name);
         std::fs::write(&path, bytes).map_err(|error| ProgramError::new(path.display().to_string(), error))?;
         Ok(path)
     }
-}
-
-impl Drop for TempFolder {
-    fn drop(&mut self) {
-        // The system clears its temporary files if this fails.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// Returns a loopback port on which no process listens.
-pub(super) fn free_port() -> Result<u16, ProgramError> {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .and_then(|listener| listener.local_addr())
-        .map(|address| address.port())
-        .map_err(|error| ProgramError::new("a free port", error))
 }
 
 /// A running server, ended when dropped.
@@ -89,8 +72,8 @@ impl BenchServer {
         listen: &str,
         server_block: &str,
     ) -> Result<Self, ProgramError> {
-        let port = free_port()?;
-        let home = folder.0.display().to_string();
+        let port = free_port();
+        let home = folder.0.path().display().to_string();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("  {kind}_temp_path {home}/{name}-{kind};\n"))
             .concat();

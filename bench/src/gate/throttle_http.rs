@@ -1,6 +1,8 @@
 //! Measures calls with their own rate over HTTP, against throttlecrab's server.
 
-use super::server::{BenchServer, TempFolder, free_port};
+use tidegate_testkit::servers::free_port;
+
+use super::server::{BenchServer, TempFolder};
 use super::wrk::{WrkClient, WrkRequest};
 use super::{CLIENT_CORE, CONNECTIONS, PROXY_CORE, THROTTLECRAB, compare, measure_pair, start_throttlecrab};
 use crate::options::Options;
@@ -31,7 +33,7 @@ fn run(options: &Options, rows: [&mut BenchRow; 2]) -> Result<(), ProgramError> 
 }
 
 fn start_tidegate(folder: &TempFolder) -> Result<BenchServer, ProgramError> {
-    let port = free_port()?;
+    let port = free_port();
     let policy = format!(
         "[api]\nlisten = \"127.0.0.1:{port}\"\ncompat = [\"throttlecrab\"]\n[admin]\nlisten = \"off\"\n\
          [log]\nlevel = \"error\"\n"
