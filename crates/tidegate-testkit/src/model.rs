@@ -84,6 +84,28 @@ struct ModelStatus {
     reset_at: Time,
 }
 
+impl ModelStatus {
+    /// Returns the least and the most that two histories leave used. A history that counts calls longer may leave less:
+    /// a refund of a call that another has forgotten leaves one that is counted ahead whole, so that it can be settled.
+    fn sorted(self, other: Self) -> (Self, Self) {
+        let least = Self {
+            fits: self.fits || other.fits,
+            used: self.used.min(other.used),
+            remaining: self.remaining.max(other.remaining),
+            retry_at: self.retry_at.min(other.retry_at),
+            reset_at: self.reset_at.min(other.reset_at),
+        };
+        let most = Self {
+            fits: self.fits && other.fits,
+            used: self.used.max(other.used),
+            remaining: self.remaining.min(other.remaining),
+            retry_at: self.retry_at.max(other.retry_at),
+            reset_at: self.reset_at.max(other.reset_at),
+        };
+        (least, most)
+    }
+}
+
 impl ExpectedOutcome {
     fn allows(&self, verdict: Verdict) -> bool {
         let full = if self.has_parole { Verdict::Parole } else { Verdict::Refused };
@@ -232,7 +254,8 @@ impl KeyModel {
             }
             kind => {
                 let look = |late| self.history.status(kind, cost, holder, now, late);
-                (look(Span::ZERO), look(self.max_lateness(kind, now)), 0)
+                let (soonest, latest) = look(Span::ZERO).sorted(look(self.max_lateness(kind, now)));
+                (soonest, latest, 0)
             }
         };
         let Some(penalty) = limit.penalty() else {

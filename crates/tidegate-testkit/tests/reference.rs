@@ -11,6 +11,7 @@ use tidegate_core::{
 };
 use tidegate_store::{ImmediateStore, Store, StoreError, StoreResponse};
 use tidegate_testkit::conformance::{Backend, ConformanceOptions, check_conformance};
+use tidegate_testkit::model::Model;
 use tidegate_testkit::reference::ReferenceStore;
 use tidegate_testkit::{property, random};
 
@@ -49,6 +50,29 @@ fn decoding_arbitrary_bytes_is_stable() {
     KeyState::default().encode(&mut bytes);
     bytes[0] += 0x10;
     assert!(KeyState::decode(&bytes).is_none(), "a later version");
+}
+
+/// A refund of an unknown call takes from a call that has left a window, or from one that is counted ahead. In the
+/// second case, the rest of that call can't be settled and frees later.
+#[test]
+fn a_refund_may_prevent_a_settlement() {
+    let window = Window::new(3, Span::from_secs(2), 64).unwrap().with_lead(Span::from_secs(60));
+    let limits = Arc::new(Limits::new(vec![Limit::new(LimitKind::Window(window))]).unwrap());
+    let store = ReferenceStore::new(Arc::clone(&limits));
+    let mut model = Model::new(limits);
+    let at = |millis| Time::from_secs(1_800_000_000) + Span::from_millis(millis);
+    let ask = |verb, cost| Batch::with_op(1, Op::new(LimitId::FIRST, verb, Key::new(1, 1), cost));
+    let calls = [
+        (0, ask(Verb::Debit, 4)),
+        (2_000, ask(Verb::Take, 2).with_lead(Span::from_secs(60))),
+        (2_500, ask(Verb::Refund, 1)),
+        (2_600, ask(Verb::Settle, 2).with_counted_at(at(62_000))),
+        (2_700, ask(Verb::Take, 3)),
+    ];
+    for (millis, batch) in calls {
+        let outcomes = store.apply_now(&batch, at(millis));
+        model.check(&batch, &outcomes).unwrap_or_else(|mismatch| panic!("after {millis} ms: {mismatch}"));
+    }
 }
 
 /// A store that replies later and has its own clock, as one behind a network does.
