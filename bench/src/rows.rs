@@ -154,7 +154,7 @@ impl BenchTable<'_> {
         for row in self.rows {
             let mut name = row.name.clone();
             let mut reach = row.target_text(self.clock_scale);
-            let mut verdict = match row.target_result(self.clock_scale) {
+            let mut admission = match row.target_result(self.clock_scale) {
                 TargetResult::NoTarget => String::new(),
                 TargetResult::Reached => "reached".to_owned(),
                 TargetResult::Missed => "MISSED".to_owned(),
@@ -181,7 +181,7 @@ impl BenchTable<'_> {
                     figure,
                     ratio,
                     std::mem::take(&mut reach),
-                    std::mem::take(&mut verdict),
+                    std::mem::take(&mut admission),
                 ]);
             }
             for skipped in &row.skipped {
@@ -191,7 +191,7 @@ impl BenchTable<'_> {
                     String::new(),
                     String::new(),
                     std::mem::take(&mut reach),
-                    std::mem::take(&mut verdict),
+                    std::mem::take(&mut admission),
                 ]);
             }
         }

@@ -127,7 +127,7 @@ fn decide_with_store(store: impl RemoteStore) -> DecideFn {
                 return false;
             }
             let asked = store.apply(&batch, Time::ZERO).await;
-            asked.is_ok_and(|outcomes| !outcomes.list()[0].verdict.refuses())
+            asked.is_ok_and(|outcomes| !outcomes.list()[0].admission.refuses())
         })
     })
 }

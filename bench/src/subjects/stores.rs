@@ -45,9 +45,9 @@ impl<S: Store> StoreSubject<S> {
         let mut batch = Batch::new(0);
         let asked = batch.push(Op::new(LimitId::FIRST, Verb::Take, black_box(key), 1));
         match self.store.apply(&batch, self.clock.now()) {
-            StoreResponse::Ready(outcomes) => asked.is_ok() && !outcomes.list()[0].verdict.refuses(),
+            StoreResponse::Ready(outcomes) => asked.is_ok() && !outcomes.list()[0].admission.refuses(),
             StoreResponse::Pending(later) => {
-                super::spin_until_ready(later).is_ok_and(|outcomes| !outcomes.list()[0].verdict.refuses())
+                super::spin_until_ready(later).is_ok_and(|outcomes| !outcomes.list()[0].admission.refuses())
             }
         }
     }

@@ -7,7 +7,7 @@ use arrayvec::ArrayVec;
 use thiserror::Error;
 
 pub use self::execute::{BatchStates, clamp_now, execute, execute_into, execute_part, execute_take};
-pub use self::outcome::{Outcome, Outcomes, RefusalSummary, Verdict};
+pub use self::outcome::{Admission, Outcome, Outcomes, RefusalSummary};
 
 use crate::caller_rate::SplitNanos;
 use crate::{Limit, LimitId, LimitKind, Limits, Span, Time};

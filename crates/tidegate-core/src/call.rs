@@ -383,7 +383,7 @@ impl Call {
         state.store_requests.updates.clear();
         let CallStage::Asking(ticket, credential) = self.stage else { return CallProgress::Wait };
         let ops = state.store_requests.reservation.ops().iter();
-        let refused = ops.zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
+        let refused = ops.zip(outcomes.list()).filter(|(_, outcome)| outcome.admission.refuses());
         // If only the credential is refused, another may be granted. Other refusals are independent of the credential.
         let is_shared = |op: &Op| op.key == rules.key;
         let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {

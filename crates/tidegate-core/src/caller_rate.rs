@@ -4,7 +4,7 @@
 use thiserror::Error;
 
 use crate::rate::ArrivalTime;
-use crate::{Key, LimitId, Op, Outcome, Time, Verb, Verdict};
+use crate::{Admission, Key, LimitId, Op, Outcome, Time, Verb};
 
 const NANOS_PER_SEC: u64 = 1_000_000_000;
 /// The longest time in which a spent burst refills, in nanoseconds: 73 years.
@@ -133,7 +133,7 @@ impl CallerRate {
 
     /// The decision about a call that is admitted without counting.
     pub fn admitted(self, now: Time) -> CallerRateDecision {
-        self.decision(0, &Outcome::without_limit(Verdict::Admitted, now), now)
+        self.decision(0, &Outcome::without_limit(Admission::Admitted, now), now)
     }
 
     /// Reads the decision about a call of this quantity from the outcome of its operation at `now`.
@@ -141,7 +141,7 @@ impl CallerRate {
         let (tolerance, interval) = (self.tolerance().cast_signed(), self.interval.cast_signed());
         let increment = self.increment(quantity).cast_signed() * quantity.signum();
         let ahead = outcome.used.saturating_sub(to_nanos(now)).cast_signed();
-        let is_limited = outcome.verdict.refuses();
+        let is_limited = outcome.admission.refuses();
         let reset_after = if is_limited { ahead } else { (ahead + increment).max(0) };
         let retry_after = is_limited && increment <= tolerance;
         let room = tolerance - reset_after;

@@ -1,6 +1,6 @@
 //! The decision about one inbound request: the meaning of a store's outcomes, or of an allow or deny list.
 
-use crate::batch::{Outcome, Outcomes, ShareLevel, Verdict};
+use crate::batch::{Admission, Outcome, Outcomes, ShareLevel};
 use crate::{Batch, Key, LimitId, Limits, Op, Span, Time, Verb};
 
 /// The reason of a decision.
@@ -137,7 +137,7 @@ pub fn move_to_shared_keys(
 ) -> bool {
     let mut moved = false;
     for (op, outcome) in batch.ops_mut().iter_mut().zip(outcomes.list()) {
-        if outcome.verdict == Verdict::NoRoom && !op.must_fit {
+        if outcome.admission == Admission::NoRoom && !op.must_fit {
             (op.share_level, op.key) = parent(op.limit, op.share_level.wider());
             op.must_fit = op.share_level == ShareLevel::All;
             moved = true;
@@ -160,13 +160,13 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
         let Some(limit) = limits.get(op.limit) else { continue };
         let candidate = (op, outcome);
-        if outcome.verdict.refuses() {
+        if outcome.admission.refuses() {
             let worst = if limit.is_shadow() { &mut shadow_refusal } else { &mut refusal };
             if worst.is_none_or(|(_, other)| outcome.retry_at > other.retry_at) {
                 *worst = Some(candidate);
             }
         } else {
-            paroled |= outcome.verdict == Verdict::Parole;
+            paroled |= outcome.admission == Admission::Parole;
             if op.verb == Verb::Take && limit.kind().has_permits() {
                 decision.permit = Some(batch.holder());
                 decision.share_level = decision.share_level.max(op.share_level);
@@ -189,10 +189,10 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.strikes = outcome.strikes;
         let blocks = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
             let enforced = limits.get(op.limit).is_some_and(|limit| !limit.is_shadow());
-            enforced != decision.shadow && outcome.verdict.refuses() && outcome.block_until > now
+            enforced != decision.shadow && outcome.admission.refuses() && outcome.block_until > now
         });
         // A call that finds a block is answered `Blocked`; one that causes it is refused by the limit.
-        decision.begins_block = blocks.clone().any(|(_, outcome)| outcome.verdict == Verdict::Refused);
+        decision.begins_block = blocks.clone().any(|(_, outcome)| outcome.admission == Admission::Refused);
         decision.backoff = blocks.map(|(_, outcome)| outcome.block).max();
         decision.blocked = decision.backoff.is_some();
         decision.retry_after = (!outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now));
@@ -226,7 +226,7 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
 // It isn't given the decision, which would otherwise be built in memory and copied to its place.
 #[cold]
 fn find_reservation(batch: &Batch, outcomes: &Outcomes, refusal: Option<&Outcome>) -> (Option<Time>, bool) {
-    let is_used = |outcome: &&Outcome| !outcome.verdict.refuses() && outcome.reserved_at > Time::ZERO;
+    let is_used = |outcome: &&Outcome| !outcome.admission.refuses() && outcome.reserved_at > Time::ZERO;
     let outcome = refusal.or_else(|| outcomes.list().iter().find(is_used));
     let at = outcome.map(|outcome| outcome.reserved_at).filter(|at| *at > Time::ZERO);
     let presented = batch.context().reservation;

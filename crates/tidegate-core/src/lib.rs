@@ -57,7 +57,7 @@ pub mod window;
 pub use adaptive_limit::{AdaptiveLimit, AdaptiveLimitError, AdaptiveLimitSpec};
 pub use adaptive_rate::{AdaptiveRate, AdaptiveRateError, AdaptiveRateSpec};
 pub use backoff::{Backoff, Growth, Jitter};
-pub use batch::{Batch, BatchFullError, Key, MAX_OPS, Op, Outcome, Outcomes, ShareLevel, Verb, Verdict};
+pub use batch::{Admission, Batch, BatchFullError, Key, MAX_OPS, Op, Outcome, Outcomes, ShareLevel, Verb};
 pub use breaker::{Breaker, BreakerError, BreakerRefusal, BreakerSpec, SharedBreaker};
 pub use budget::{Budget, BudgetSpec};
 pub use caller_rate::{CallerRate, CallerRateDecision, CallerRateError};

@@ -2,7 +2,7 @@
 
 use alloc::boxed::Box;
 
-use crate::batch::{BatchContext, OpContext, Outcome, Verdict};
+use crate::batch::{Admission, BatchContext, OpContext, Outcome};
 use crate::caller_rate;
 use crate::concurrency::Permits;
 use crate::cooldown::CooldownGate;
@@ -248,7 +248,7 @@ impl KeyState {
         let mut outcome = Outcome::from_status(status, now);
         match &self.usage {
             Usage::Concurrency(permits) if permits.holds(batch.holder) => {
-                outcome.verdict = Verdict::Admitted;
+                outcome.admission = Admission::Admitted;
                 outcome.retry_at = now;
             }
             Usage::Cooldown(gate) => outcome.generation = gate.generation,
@@ -262,7 +262,7 @@ impl KeyState {
         outcome.strikes = penalty.strikes(&self.penalty_record, now);
         let may_use_parole = limit.kind().allows_parole() && cost <= self.penalty_record.parole;
         if self.penalty_record.is_blocked(now) {
-            outcome.verdict = Verdict::Blocked;
+            outcome.admission = Admission::Blocked;
             outcome.remaining = 0;
             outcome.block = penalty.block_length(self.penalty_record.strikes);
             outcome.block_until = self.penalty_record.blocked_until;
@@ -272,8 +272,8 @@ impl KeyState {
                 self.penalty_record.blocked_until.max(outcome.retry_at)
             };
             outcome.reset_at = outcome.reset_at.max(self.penalty_record.blocked_until);
-        } else if outcome.verdict == Verdict::Refused && may_use_parole {
-            outcome.verdict = Verdict::Parole;
+        } else if outcome.admission == Admission::Refused && may_use_parole {
+            outcome.admission = Admission::Parole;
             outcome.retry_at = now;
         }
         outcome
@@ -290,7 +290,7 @@ impl KeyState {
             return self.reserved().charge(rules, context, outcome);
         }
         // If the limit has room for the parole's call, the announced wait stays true without the parole.
-        if outcome.verdict == Verdict::Parole || self.penalty_record.parole <= outcome.remaining {
+        if outcome.admission == Admission::Parole || self.penalty_record.parole <= outcome.remaining {
             self.penalty_record.parole = 0;
         }
         self.record_use(context, outcome);

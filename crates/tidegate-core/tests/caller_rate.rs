@@ -45,7 +45,7 @@ fn random_calls_get_the_models_answers() {
                     &mut state.to_vec()[..],
                     now + Span::from_micros(at),
                 );
-                assert_eq!(outcomes.list()[0].verdict.refuses(), is_limited, "{call:?} after {at} of {wait}");
+                assert_eq!(outcomes.list()[0].admission.refuses(), is_limited, "{call:?} after {at} of {wait}");
             }
         }
     }

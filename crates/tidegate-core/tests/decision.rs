@@ -54,7 +54,7 @@ fn refused_calls_leave_admitting_limits_unchanged() {
             let after = limiter.store().snapshot(now);
             for (op, outcome) in call.ops().iter().zip(outcomes.list()) {
                 let place = (op.limit, op.key);
-                if !decision.allowed && !outcome.verdict.refuses() && before.get(&place) != after.get(&place) {
+                if !decision.allowed && !outcome.admission.refuses() && before.get(&place) != after.get(&place) {
                     return Err(format!("{op:?}: {:?} became {:?}", before.get(&place), after.get(&place)));
                 }
             }
@@ -100,7 +100,7 @@ fn every_stated_wait_is_exact() {
                 let filled_itself =
                     call.ops().iter().zip(outcomes.list()).zip(again.list()).any(|((op, then), now)| {
                         let all = limits.get(op.limit).is_some_and(|limit| limit.count_mode() == CountMode::All);
-                        all && !then.verdict.refuses() && now.verdict.refuses()
+                        all && !then.admission.refuses() && now.admission.refuses()
                     });
                 if !back.allowed && !filled_itself {
                     return Err(format!(
@@ -136,7 +136,7 @@ fn a_peek_predicts_the_following_take() {
             }
             let met = limiter.decide(&call, now).1;
             for (told, met) in told.list().iter().zip(met.list()) {
-                if told.verdict != met.verdict || told.limit != met.limit {
+                if told.admission != met.admission || told.limit != met.limit {
                     return Err(format!("{told:?}, but {met:?}"));
                 }
             }

@@ -134,7 +134,7 @@ fn extreme_operations_never_panic_or_exceed_capacity() {
                 let limit = limits.get(op.limit).ok_or("a limit is gone")?;
                 let holds = matches!(limit.kind(), LimitKind::Concurrency(_));
                 let asks = matches!(verb, Verb::Take | Verb::Peek);
-                if asks && !holds && op.cost > limit.kind().capacity() && !outcome.verdict.refuses() {
+                if asks && !holds && op.cost > limit.kind().capacity() && !outcome.admission.refuses() {
                     return Err(format!("{op:?} passed {limit:?} at {now:?}: {outcome:?}"));
                 }
             }

@@ -4,8 +4,8 @@ use tidegate_core::batch::{BatchContext, OpContext};
 use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::state::Usage;
 use tidegate_core::{
-    Key, KeyState, Limit, LimitId, LimitKind, Op, Penalty, PenaltyMode, PenaltySpec, Rate, Reason, Span, Time, Verb,
-    Verdict, Window,
+    Admission, Key, KeyState, Limit, LimitId, LimitKind, Op, Penalty, PenaltyMode, PenaltySpec, Rate, Reason, Span,
+    Time, Verb, Window,
 };
 use tidegate_testkit::fixtures::{TestLimiter, client_key, doubling_penalty, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
@@ -281,7 +281,7 @@ fn strikes_beyond_the_cap_change_nothing() {
         let op = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
         let ask = OpContext { op: &op, limit: &limit, batch: BatchContext::default(), now: test_time(0) };
         let mut outcome = state.evaluate(&ask);
-        outcome.verdict = Verdict::Refused;
+        outcome.admission = Admission::Refused;
         state.strike(&ask, &mut outcome);
         assert_eq!((outcome.block, outcome.strikes), (Span::from_secs(3600), 12));
     }
@@ -341,7 +341,7 @@ fn calls_during_a_block_change_no_state() {
             let call = world.take_batch();
             let before = limiter.store().snapshot(now);
             let (decision, outcomes) = limiter.decide(&call, now);
-            let blocked = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Blocked);
+            let blocked = outcomes.list().iter().any(|outcome| outcome.admission == Admission::Blocked);
             if blocked && (decision.allowed || limiter.store().snapshot(now) != before) {
                 return Err(format!("a call during a block: {decision:?}"));
             }

@@ -10,8 +10,8 @@ use tidegate_core::rate::ArrivalTime;
 use tidegate_core::reservation::{FORFEIT_HORIZONS, LATENESS, MAX_RECORDS};
 use tidegate_core::state::Usage;
 use tidegate_core::{
-    Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time,
-    Verb, Verdict, Window, batch, decision,
+    Admission, Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules,
+    Span, Time, Verb, Window, batch, decision,
 };
 
 const START: Time = Time::from_secs(1_000_000_000);
@@ -159,7 +159,7 @@ proptest! {
             shared.set_rules(rules);
             let presented = if order % 2 == 0 { reserved_at } else { Time::ZERO };
             let outcome = shared.call(caller, cost, presented, now);
-            let is_admitted = outcome.verdict == Verdict::Admitted;
+            let is_admitted = outcome.admission == Admission::Admitted;
             prop_assert!(shared.records() <= MAX_RECORDS);
             if is_admitted {
                 admitted.push((now, cost));
@@ -254,7 +254,7 @@ proptest! {
             // The clock is wrong by a step backwards, not at all, or by one forwards.
             let clock = Time::ZERO + now.since(Time::ZERO + CLOCK_STEP) + CLOCK_STEP.times(step);
             let outcome = shared.call(caller, cost, reserved_at, clock);
-            let is_admitted = outcome.verdict == Verdict::Admitted;
+            let is_admitted = outcome.admission == Admission::Admitted;
             if reserved_at > Time::ZERO {
                 let is_given = given.get(&caller).is_some_and(|&(at, most)| at == reserved_at && cost <= most);
                 prop_assert!(is_admitted || !is_given, "refused at {clock:?}: {outcome:?}");
@@ -282,7 +282,7 @@ fn herd(kind: LimitKind, rules: ReservationRules, callers: u64) -> (Span, u64) {
     while let Some(((now, caller), calls)) = agenda.pop_first() {
         let outcome = shared.call(caller, 1, Time::ZERO, now);
         most = most.max(calls + 1);
-        if outcome.verdict == Verdict::Admitted {
+        if outcome.admission == Admission::Admitted {
             admitted.push((now, 1));
         } else {
             agenda.insert((outcome.retry_at, caller), calls + 1);
@@ -305,20 +305,20 @@ fn a_herd_is_served_in_two_calls_each() {
 #[test]
 fn a_late_caller_forfeits_its_reservation() {
     let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
-    assert_eq!(shared.call(1, 1, Time::ZERO, at(0)).verdict, Verdict::Admitted);
+    assert_eq!(shared.call(1, 1, Time::ZERO, at(0)).admission, Admission::Admitted);
     let first = shared.call(2, 1, Time::ZERO, at(0));
-    assert_eq!((first.verdict, first.reserved_at), (Verdict::Refused, at(1000)));
+    assert_eq!((first.admission, first.reserved_at), (Admission::Refused, at(1000)));
     // Asked again, it is told the same.
     assert_eq!(shared.call(2, 1, Time::ZERO, at(100)).reserved_at, at(1000));
     // It isn't another caller's, and that one gets the next.
     let second = shared.call(3, 1, Time::ZERO, at(1000));
-    assert_eq!((second.verdict, second.reserved_at), (Verdict::Refused, at(2500)));
+    assert_eq!((second.admission, second.reserved_at), (Admission::Refused, at(2500)));
     // Too late: it has become another's, and there is no new one.
     let late = shared.call(2, 1, at(1000), at(1500));
-    assert_eq!((late.verdict, late.reserved_at), (Verdict::Admitted, Time::ZERO));
+    assert_eq!((late.admission, late.reserved_at), (Admission::Admitted, Time::ZERO));
     assert_eq!(shared.call(3, 1, Time::ZERO, at(2500)).reserved_at, at(2500));
     let again = shared.call(2, 1, Time::ZERO, at(2501));
-    assert_eq!((again.verdict, again.reserved_at), (Verdict::Refused, Time::ZERO));
+    assert_eq!((again.admission, again.reserved_at), (Admission::Refused, Time::ZERO));
 }
 
 /// While a store was away, a node of its fleet may have told the caller an instant that the store doesn't know.
@@ -348,7 +348,7 @@ fn a_caller_within_a_second_isnt_barred() {
     assert_eq!(shared.call(2, 1, Time::ZERO, at(100)).reserved_at, at(1000));
     assert_eq!(shared.call(1, 1, Time::ZERO, at(100)).reserved_at, at(2500));
     let late = shared.call(2, 1, Time::ZERO, at(2499));
-    assert_eq!((late.verdict, late.reserved_at), (Verdict::Refused, at(4000)));
+    assert_eq!((late.admission, late.reserved_at), (Admission::Refused, at(4000)));
     assert_eq!(shared.records(), 2);
 }
 
@@ -377,13 +377,13 @@ fn another_limit_leaves_a_reservation_known() {
 fn reservations_of_different_costs_keep_the_rate() {
     let kind = rate(1, 10);
     let mut shared = Shared::new(kind.clone(), rules(1000, 5000));
-    assert_eq!(shared.call(1, 10, Time::ZERO, at(0)).verdict, Verdict::Admitted);
+    assert_eq!(shared.call(1, 10, Time::ZERO, at(0)).admission, Admission::Admitted);
     let calls = [(2, 6), (3, 1), (4, 10)];
     let [first, second, third] = calls.map(|(caller, cost)| shared.call(caller, cost, Time::ZERO, at(0)).reserved_at);
     assert_eq!((first, second, third), (at(6000), at(7000), at(18_000)));
     let mut admitted = vec![(at(0), 10)];
     for ((caller, cost), now) in calls.into_iter().zip([at(10_998), at(11_998), third]) {
-        assert_eq!(shared.call(caller, cost, Time::ZERO, now).verdict, Verdict::Admitted);
+        assert_eq!(shared.call(caller, cost, Time::ZERO, now).admission, Admission::Admitted);
         admitted.push((now, cost));
     }
     check_limit(&kind, &admitted).unwrap();
@@ -400,7 +400,7 @@ fn an_early_admission_excuses_from_returning() {
     assert_eq!(shared.call(4, 1, Time::ZERO, at(700)).reserved_at, at(1000));
     assert_eq!(shared.call(5, 1, Time::ZERO, at(700)).reserved_at, at(2500));
     let early = shared.call(5, 1, at(2500), at(1650));
-    assert_eq!((early.verdict, early.reserved_at, shared.records()), (Verdict::Admitted, Time::ZERO, 2));
+    assert_eq!((early.admission, early.reserved_at, shared.records()), (Admission::Admitted, Time::ZERO, 2));
     // The fourth caller is barred, the fifth isn't.
     shared.call(6, 1, Time::ZERO, at(9000));
     assert_eq!(shared.records(), 1);
@@ -411,11 +411,11 @@ fn foreign_reservations_admit_nothing() {
     let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
     shared.call(1, 1, Time::ZERO, at(0));
     assert_eq!(shared.call(2, 1, Time::ZERO, at(0)).reserved_at, at(1000));
-    assert_eq!(shared.call(2, 1, Time::NEVER, at(1000)).verdict, Verdict::Refused);
-    assert_eq!(shared.call(3, 1, at(1000), at(1000)).verdict, Verdict::Refused);
-    assert_eq!(shared.call(2, 2, at(1000), at(1000)).verdict, Verdict::Refused);
-    assert_eq!(shared.call(2, 1, at(1000), at(1000)).verdict, Verdict::Admitted);
-    assert_eq!(shared.call(2, 1, at(1000), at(1000)).verdict, Verdict::Refused);
+    assert_eq!(shared.call(2, 1, Time::NEVER, at(1000)).admission, Admission::Refused);
+    assert_eq!(shared.call(3, 1, at(1000), at(1000)).admission, Admission::Refused);
+    assert_eq!(shared.call(2, 2, at(1000), at(1000)).admission, Admission::Refused);
+    assert_eq!(shared.call(2, 1, at(1000), at(1000)).admission, Admission::Admitted);
+    assert_eq!(shared.call(2, 1, at(1000), at(1000)).admission, Admission::Refused);
 }
 
 /// Callers that keep the whole burst occupied, by a long grace or a short burst, leave others a part of the rate.
@@ -434,7 +434,7 @@ fn occupied_bursts_leave_others_their_part() {
         let mut honest = 0;
         for step in 0..4000 {
             let now = at(step * 5);
-            honest += u64::from(shared.call(0, 1, Time::ZERO, now).verdict == Verdict::Admitted);
+            honest += u64::from(shared.call(0, 1, Time::ZERO, now).admission == Admission::Admitted);
             while let Some(((_, caller), _)) =
                 due.first_key_value().filter(|((due_at, _), _)| *due_at <= now).map(|(k, v)| (*k, *v))
             {
@@ -466,8 +466,8 @@ fn an_eager_caller_leaves_reservations_to_others() {
                 continue;
             }
             let outcome = shared.call(*caller, 1, Time::ZERO, now);
-            served += u32::from(outcome.verdict == Verdict::Admitted);
-            without += u32::from(outcome.verdict == Verdict::Refused && outcome.reserved_at == Time::ZERO);
+            served += u32::from(outcome.admission == Admission::Admitted);
+            without += u32::from(outcome.admission == Admission::Refused && outcome.reserved_at == Time::ZERO);
             *due_at = outcome.retry_at.max(now + Span::from_millis(5));
         }
     }
@@ -487,11 +487,11 @@ fn forfeits_bound_the_cost_of_absent_callers() {
         for step in 0..cycle_secs * 10 {
             let now = at(step * 100);
             // The honest caller has no reservation, and takes what is free.
-            while shared.call(0, 1, Time::ZERO, now).verdict == Verdict::Admitted {
+            while shared.call(0, 1, Time::ZERO, now).admission == Admission::Admitted {
                 admitted.push(now);
             }
             for caller in (1..=absent).filter(|_| step % 25 == 0) {
-                assert_eq!(shared.call(caller, 1, Time::NEVER, now).verdict, Verdict::Refused);
+                assert_eq!(shared.call(caller, 1, Time::NEVER, now).admission, Admission::Refused);
             }
         }
         let fair = (cycle_secs * 10) as f64;

@@ -47,7 +47,7 @@ impl Counter {
         }
         let (decision, outcomes) = self.limiter.decide(&batch, now);
         let retry_at =
-            outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.retry_at);
+            outcomes.list().iter().filter(|outcome| outcome.admission.refuses()).map(|outcome| outcome.retry_at);
         (!decision.allowed).then(|| retry_at.max().unwrap())
     }
 

@@ -12,7 +12,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use tidegate_core::batch::OpContext;
 use tidegate_core::{
-    Batch, KeyState, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, ShareLevel, Verdict,
+    Admission, Batch, KeyState, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, ShareLevel,
     Window,
 };
 use tidegate_policy::Quantity;
@@ -93,7 +93,7 @@ impl Meter {
             self.flush();
         }
         let refuses = |(op, outcome): (&Op, &Outcome), shadow: bool| {
-            outcome.verdict.refuses() && (shadow || limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()))
+            outcome.admission.refuses() && (shadow || limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()))
         };
         let any_refuses = batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, true));
         let any_enforced_refuses =
@@ -114,8 +114,9 @@ impl Meter {
                 let limit = limits.get(op.limit);
                 let other_refuses =
                     if limit.is_some_and(Limit::is_shadow) { any_refuses } else { any_enforced_refuses };
-                let counts_anyway = limit.is_some_and(Limit::counts_refused) && outcome.verdict == Verdict::Admitted;
-                let was_charged = !outcome.verdict.refuses() && (!other_refuses || counts_anyway);
+                let counts_anyway =
+                    limit.is_some_and(Limit::counts_refused) && outcome.admission == Admission::Admitted;
+                let was_charged = !outcome.admission.refuses() && (!other_refuses || counts_anyway);
                 if was_charged {
                     outcome.used
                 } else if self.unlimited_states.len() < MAX_UNLIMITED_STATES {

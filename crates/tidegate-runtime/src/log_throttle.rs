@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use tidegate_core::batch::execute_take;
-use tidegate_core::{Key, KeyState, Limit, LimitId, LimitKind, Op, Span, Time, Verb, Verdict, Window};
+use tidegate_core::{Admission, Key, KeyState, Limit, LimitId, LimitKind, Op, Span, Time, Verb, Window};
 
 /// Admits a number of lines per second, by the same strict window that limits clients, and counts the others.
 pub struct LogThrottle {
@@ -38,7 +38,7 @@ impl LogThrottle {
         }
         let line = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
         let outcome = execute_take(&line, &self.limit, 0, slice::from_mut(&mut *self.state.lock()), now);
-        if outcome.verdict != Verdict::Admitted {
+        if outcome.admission != Admission::Admitted {
             self.closed_until_micros.store(outcome.retry_at.as_micros(), Ordering::Relaxed);
             self.suppressed.fetch_add(1, Ordering::Relaxed);
             return None;

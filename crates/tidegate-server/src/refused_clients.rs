@@ -235,7 +235,7 @@ impl RefusedClients {
             if client.last_at <= outcomes.now() {
                 client.is_blocked = outcome.block_until > outcomes.now();
                 client.strikes = outcome.strikes;
-                let is_waiting = outcome.verdict.refuses() && !outcome.retry_at.is_never();
+                let is_waiting = outcome.admission.refuses() && !outcome.retry_at.is_never();
                 client.until = is_waiting.then(|| sent_at + outcome.retry_at.since(outcomes.now()));
             }
         }

@@ -435,7 +435,7 @@ impl FleetNode {
     /// Sends the store a batch. If the store doesn't answer, the batch is kept here until it is back.
     async fn submit_or_keep(self: Arc<Self>, batch: Batch, sent_at: Time) {
         // The store may have lost a permit of a call that still runs.
-        let is_lost_permit = |(op, outcome): (&Op, &Outcome)| op.verb == Verb::Renew && outcome.verdict.refuses();
+        let is_lost_permit = |(op, outcome): (&Op, &Outcome)| op.verb == Verb::Renew && outcome.admission.refuses();
         let is_stored = match self.apply_and_record(&batch, sent_at).await {
             Err(_) => false,
             Ok(outcomes) => {

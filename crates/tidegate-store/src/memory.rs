@@ -4,7 +4,7 @@
 //! beside the table. A shard is small, so growing one takes microseconds and never stops the others. Later insertions
 //! and [`Store::maintain`] remove idle entries, a few at a time. At the bound, idle entries are dropped first, then the
 //! least used, then full limits, and never blocked keys. Once blocked keys fill half of a shard, no more keys are
-//! blocked. New keys are then answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to
+//! blocked. New keys are then answered [`Admission::NoRoom`](tidegate_core::Admission::NoRoom) and have to
 //! [share](tidegate_core::ShareLevel).
 
 #[cfg(feature = "file")]

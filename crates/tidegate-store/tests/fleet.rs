@@ -18,8 +18,8 @@ use tidegate_core::batch::Outcome;
 use tidegate_core::pacer::PacerGrowth;
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Clock, Concurrency, Cooldown, CountMode, Key, LeaseSpec, Limit, LimitId, LimitKind, Limits, OnOutage, Op,
-    Outcomes, PacerSpec, Penalty, PenaltySpec, Quota, Rate, SharedPacerRules, Sharing, Span, Time, Verb, Verdict,
+    Admission, Batch, Clock, Concurrency, Cooldown, CountMode, Key, LeaseSpec, Limit, LimitId, LimitKind, Limits,
+    OnOutage, Op, Outcomes, PacerSpec, Penalty, PenaltySpec, Quota, Rate, SharedPacerRules, Sharing, Span, Time, Verb,
     Window,
 };
 use tidegate_store::{Fleet, FleetOptions, RemoteStore as _, Store, StoreError, StoreResponse, fleet_limits};
@@ -115,7 +115,7 @@ impl Caller {
     }
 
     async fn take(&self) -> bool {
-        !self.one(Verb::Take, &[0], KEY).await.verdict.refuses()
+        !self.one(Verb::Take, &[0], KEY).await.admission.refuses()
     }
 }
 
@@ -152,20 +152,20 @@ async fn a_known_block_needs_no_store_request() {
     settled().await;
     assert!(node.take().await);
     let refused = node.one(Verb::Take, &[0, 1], KEY).await;
-    assert_eq!((refused.verdict, refused.block), (Verdict::Refused, Span::from_secs(30)));
+    assert_eq!((refused.admission, refused.block), (Admission::Refused, Span::from_secs(30)));
     let asked = store.request_count();
     for second in 0..29 {
         let outcomes = node.ask(&batch(Verb::Take, &[0, 1], KEY)).await.unwrap();
         let told = outcomes.list()[0];
-        assert_eq!(told.verdict, Verdict::Blocked);
+        assert_eq!(told.admission, Admission::Blocked);
         assert_eq!(told.retry_at.since(outcomes.now()), Span::from_secs(30 - second));
-        assert_eq!(outcomes.list()[1].verdict, Verdict::Admitted);
+        assert_eq!(outcomes.list()[1].admission, Admission::Admitted);
         sleep(Duration::from_secs(1)).await;
     }
     let rolls = 29 / 2 + 1;
     assert!(store.request_count() - asked <= rolls, "{} asks", store.request_count() - asked);
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(node.one(Verb::Take, &[0, 1], KEY).await.verdict, Verdict::Parole);
+    assert_eq!(node.one(Verb::Take, &[0, 1], KEY).await.admission, Admission::Parole);
 }
 
 #[tokio::test(start_paused = true)]
@@ -225,7 +225,7 @@ async fn outage_shares_are_spent_and_reported_afterwards() {
                 let before = Instant::now();
                 for (limit, admitted) in admitted.iter_mut().enumerate() {
                     let key = Key::new(8, limit as u64);
-                    *admitted += u64::from(!node.one(Verb::Take, &[limit], key).await.verdict.refuses());
+                    *admitted += u64::from(!node.one(Verb::Take, &[limit], key).await.admission.refuses());
                 }
                 assert_eq!(Instant::now(), before, "no waiting while the store is known to be gone");
             }
@@ -256,10 +256,14 @@ async fn each_limit_has_its_own_outage_rule() {
     store.set_behaviour(RemoteBehaviour::Failing);
     for call in 0..3 {
         let allowed = node.one(Verb::Take, &[0, 1], KEY).await;
-        assert_eq!((allowed.verdict, allowed.limit), (Verdict::Admitted, 1), "the first limit speaks for its action");
+        assert_eq!(
+            (allowed.admission, allowed.limit),
+            (Admission::Admitted, 1),
+            "the first limit speaks for its action"
+        );
         let denied = node.ask(&batch(Verb::Take, &[1], KEY)).await;
         assert!(matches!(denied, Err(StoreError::Unavailable)), "{denied:?}");
-        assert_eq!(node.one(Verb::Take, &[2], KEY).await.verdict.refuses(), call > 0);
+        assert_eq!(node.one(Verb::Take, &[2], KEY).await.admission.refuses(), call > 0);
     }
 }
 
@@ -273,7 +277,7 @@ async fn a_single_slow_reply_is_no_outage() {
     let slow = batch(Verb::Take, &[0], KEY);
     let slow = node.ask(&slow);
     store.set_behaviour(RemoteBehaviour::Normal);
-    assert!(!slow.await.unwrap().list()[0].verdict.refuses());
+    assert!(!slow.await.unwrap().list()[0].admission.refuses());
     sleep(Duration::from_millis(1)).await;
     assert!(node.fleet.is_up());
     // A late answer was carried out all the same, or it wasn't: its charge stands, and so does the node's own.
@@ -362,7 +366,7 @@ async fn outage_cool_downs_are_reported_afterwards() {
     sleep(Duration::from_secs(1)).await;
     let met = nodes[1].one(Verb::Take, &[0], KEY).await;
     let wait = met.retry_at.since(clock.now());
-    assert!(met.verdict.refuses() && (598..=600).contains(&(wait.as_micros() / 1_000_000)), "{met:?}");
+    assert!(met.admission.refuses() && (598..=600).contains(&(wait.as_micros() / 1_000_000)), "{met:?}");
     assert!(nodes[1].one(Verb::Take, &[1], KEY).await.retry_at.is_never());
 }
 

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tidegate_core::decision::move_to_shared_keys;
 use tidegate_core::{
-    Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Penalty, PenaltySpec, Rate, ShareLevel,
-    Span, Time, Verb, Verdict, Window,
+    Admission, Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Penalty, PenaltySpec, Rate,
+    ShareLevel, Span, Time, Verb, Window,
 };
 use tidegate_store::{ImmediateStore, Memory, Store};
 use tidegate_testkit::random::{self, RandomSource};
@@ -53,12 +53,12 @@ fn ask(store: &Memory, op: Op, now: Time) -> Outcome {
     store.apply_now(&batch, now).list()[0]
 }
 
-fn take(store: &Memory, number: u64, now: Time) -> Verdict {
-    ask(store, op(Verb::Take, key(number), false), now).verdict
+fn take(store: &Memory, number: u64, now: Time) -> Admission {
+    ask(store, op(Verb::Take, key(number), false), now).admission
 }
 
-fn peek(store: &Memory, number: u64, now: Time) -> Verdict {
-    ask(store, op(Verb::Peek, key(number), false), now).verdict
+fn peek(store: &Memory, number: u64, now: Time) -> Admission {
+    ask(store, op(Verb::Peek, key(number), false), now).admission
 }
 
 /// Bytes of this process in memory, where the system tells.
@@ -83,14 +83,14 @@ fn a_million_junk_keys_evict_no_block() {
     let store = store(5, 64 * MIB);
     for client in 0..100 {
         for call in 0..6 {
-            assert_eq!(take(&store, client, at(0)) == Verdict::Admitted, call < 5);
+            assert_eq!(take(&store, client, at(0)) == Admission::Admitted, call < 5);
         }
-        assert_eq!(peek(&store, client, at(0)), Verdict::Blocked);
+        assert_eq!(peek(&store, client, at(0)), Admission::Blocked);
     }
     for junk in 0..KEYS {
         let calls = [1, 1, 2, 5][junk as usize % 4];
         for _ in 0..calls {
-            assert_eq!(take(&store, 1_000 + junk, at(junk)), Verdict::Admitted);
+            assert_eq!(take(&store, 1_000 + junk, at(junk)), Admission::Admitted);
         }
         if junk % 100_000 == 0 {
             check_bytes(&store, before);
@@ -98,7 +98,7 @@ fn a_million_junk_keys_evict_no_block() {
     }
     check_bytes(&store, before);
     for client in 0..100 {
-        assert_eq!(take(&store, client, at(KEYS)), Verdict::Blocked, "client {client}");
+        assert_eq!(take(&store, client, at(KEYS)), Admission::Blocked, "client {client}");
     }
     let stats = store.stats();
     assert_eq!((stats.losses.refused_blocks, stats.losses.forced_shares), (0, 0));
@@ -113,14 +113,14 @@ fn a_million_blocked_keys_stay_within_memory() {
     let store = store(1, 64 * MIB);
     let (mut blocked, mut shared, mut wider) = (Vec::new(), 0, 0);
     for client in 0..KEYS {
-        if take(&store, client, at(client)) == Verdict::NoRoom {
+        if take(&store, client, at(client)) == Admission::NoRoom {
             // As a gate does.
             shared += 1;
             let (share, outcome) = call(&store, client, at(client));
-            assert!(share > ShareLevel::Own && outcome.verdict != Verdict::NoRoom);
+            assert!(share > ShareLevel::Own && outcome.admission != Admission::NoRoom);
             wider += 1 + u64::from(share > ShareLevel::SmallNetwork);
         } else {
-            assert_eq!(take(&store, client, at(client)), Verdict::Refused, "the ban begins");
+            assert_eq!(take(&store, client, at(client)), Admission::Refused, "the ban begins");
             blocked.push(client);
         }
         if client % 100_000 == 0 {
@@ -131,7 +131,7 @@ fn a_million_blocked_keys_stay_within_memory() {
     let stats = store.stats();
     assert!(shared > 0 && blocked.len() > 10_000, "{} blocked, {stats:?}", blocked.len());
     assert_eq!(stats.losses.forced_shares, shared + wider, "every new key that had to share was counted");
-    let kept = blocked.iter().filter(|&&client| peek(&store, client, at(KEYS)) == Verdict::Blocked).count();
+    let kept = blocked.iter().filter(|&&client| peek(&store, client, at(KEYS)) == Admission::Blocked).count();
     assert_eq!(blocked.len(), kept, "blocked keys stay");
     assert_eq!(stats.losses.refused_blocks, 0, "whoever has a key of its own, or its network has, is blocked");
     let told = store.maintain(at(KEYS));
@@ -149,14 +149,14 @@ fn blocks_with_long_logs_are_kept() {
         let blocked: Vec<u64> = (0..clients)
             .filter(|client| {
                 let calls = (0..=limit).map(|call| take(&store, *client, at(client * (limit + 1) + call)));
-                calls.collect::<Vec<_>>().last() == Some(&Verdict::Refused)
+                calls.collect::<Vec<_>>().last() == Some(&Admission::Refused)
             })
             .collect();
         let stats = store.stats();
         assert_eq!(stats.losses.refused_blocks, 0, "limit {limit}: {stats:?}");
         assert!(stats.losses.forced_shares > 0, "limit {limit}: {stats:?}");
         let now = at(clients * (limit + 1));
-        assert!(blocked.iter().all(|client| peek(&store, *client, now) == Verdict::Blocked), "limit {limit}");
+        assert!(blocked.iter().all(|client| peek(&store, *client, now) == Admission::Blocked), "limit {limit}");
         check_bytes(&store, None);
     }
 }
@@ -168,9 +168,9 @@ fn must_fit_calls_count_without_evicting_blocks() {
     let mut blocked = Vec::new();
     for client in 0..100_000 {
         let first = ask(&store, op(Verb::Take, key(client), true), at(client));
-        assert_eq!(first.verdict, Verdict::Admitted, "client {client}");
+        assert_eq!(first.admission, Admission::Admitted, "client {client}");
         let second = ask(&store, op(Verb::Take, key(client), true), at(client));
-        assert_eq!(second.verdict, Verdict::Refused);
+        assert_eq!(second.admission, Admission::Refused);
         if second.block_until > at(client) {
             blocked.push(client);
         }
@@ -183,7 +183,7 @@ fn must_fit_calls_count_without_evicting_blocks() {
         "{stats:?}"
     );
     assert!(blocked.len() > 3_000, "{} blocked", blocked.len());
-    assert!(blocked.iter().all(|&client| peek(&store, client, at(100_000)) == Verdict::Blocked));
+    assert!(blocked.iter().all(|&client| peek(&store, client, at(100_000)) == Admission::Blocked));
 }
 
 /// A network's number beside those of clients and of other kinds of network.
@@ -224,7 +224,7 @@ fn blocks_survive_a_flood_of_networks() {
             }
         }
         let now = at(networks);
-        let left = (0..200).filter(|victim| peek(&store, victims + victim, now) == Verdict::Blocked).count();
+        let left = (0..200).filter(|victim| peek(&store, victims + victim, now) == Admission::Blocked).count();
         assert_eq!(left, 200, "{bytes} bytes, {networks} networks: {:?}", store.stats());
         check_bytes(&store, None);
     }
@@ -253,7 +253,7 @@ fn blocks_survive_states_of_other_sizes() {
         for call in 0..4_000 {
             ask(&store, Op::new(many, Verb::Take, key(1_000_000 + call / 40), 1), at(20_000 + call));
         }
-        let left = (0..200).filter(|client| peek(&store, *client, at(30_000)) == Verdict::Blocked).count();
+        let left = (0..200).filter(|client| peek(&store, *client, at(30_000)) == Admission::Blocked).count();
         let stats = store.stats();
         assert_eq!(left, 200, "{bytes} bytes: {stats:?}");
         assert!(
@@ -330,7 +330,7 @@ fn refusal_by_a_full_store_changes_nothing() {
     let limits = vec![Limit::new(window(1)).with_penalty(ban), Limit::new(window(100))];
     let store = Memory::new(Arc::new(Limits::new(limits).unwrap()), MIB);
     let mut client = 0;
-    while take(&store, client, at(0)) != Verdict::NoRoom {
+    while take(&store, client, at(0)) != Admission::NoRoom {
         take(&store, client, at(0));
         client += 1;
         assert!(client < KEYS, "never full");
@@ -342,11 +342,11 @@ fn refusal_by_a_full_store_changes_nothing() {
     both.push(op(Verb::Take, key(client), false)).unwrap();
     let entries = store.stats().entries;
     let outcomes = store.apply_now(&both, at(0));
-    assert_eq!(outcomes.list()[1].verdict, Verdict::NoRoom);
+    assert_eq!(outcomes.list()[1].admission, Admission::NoRoom);
     assert_eq!(store.stats().entries, entries);
     let look = ask(&store, Op { verb: Verb::Peek, ..other }, at(0));
     assert_eq!((look.remaining, look.used), (100, 0));
-    assert_eq!(peek(&store, 0, at(0)), Verdict::Blocked, "a key that is known is answered as ever");
+    assert_eq!(peek(&store, 0, at(0)), Admission::Blocked, "a key that is known is answered as ever");
 }
 
 /// The idle go first, then the least used, then the full; blocks last.
@@ -434,7 +434,7 @@ fn random_traffic_stays_within_the_memory_bound() {
         }
         let outcomes = store.apply_now(&batch, now);
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
-            assert!(!(op.must_fit && outcome.verdict == Verdict::NoRoom), "{op:?}");
+            assert!(!(op.must_fit && outcome.admission == Admission::NoRoom), "{op:?}");
         }
         if round % 1_000 == 0 {
             check_bytes(&store, None);

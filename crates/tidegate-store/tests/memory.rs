@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use tidegate_core::batch::Outcome;
-use tidegate_core::{Batch, Clock, Key, Limit, LimitKind, Limits, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict};
+use tidegate_core::{Admission, Batch, Clock, Key, Limit, LimitKind, Limits, Op, PenaltyMode, Rate, Span, Time, Verb};
 use tidegate_store::{ImmediateStore, Memory, Store as _};
 use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
 use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
@@ -58,7 +58,7 @@ fn fast_paths_agree_with_batches() {
             let turn = turns.take_with_clock(&call.ops()[0], &Rough(now)).0;
             // Admitted in the rough, the moment that is told is the earlier bound.
             let admitted = turn <= now;
-            if admitted == expected.verdict.refuses() || (!admitted && turn != expected.retry_at) {
+            if admitted == expected.admission.refuses() || (!admitted && turn != expected.retry_at) {
                 return Err(format!("turn answered {turn:?}, a batch {expected:?}, to {:?}", call.ops()[0]));
             }
             world.record_outcomes(&outcomes);
@@ -168,7 +168,7 @@ fn a_block_survives_another_kind_of_limit() {
     let block_until = one(&store, Verb::Take, 0, 1).block_until;
     let reloaded = reload(&store, &limits([plain_rate(1_000).with_penalty(penalty())]));
     let outcome = one(&reloaded, Verb::Take, 0, 1);
-    assert_eq!((outcome.verdict, outcome.block_until), (Verdict::Blocked, block_until));
+    assert_eq!((outcome.admission, outcome.block_until), (Admission::Blocked, block_until));
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn a_window_finds_room_among_plain_rates() {
         one(&store, Verb::Take, 0, client);
     }
     let reloaded = reload(&store, &limits([slow(), fixtures::window_limit(3, 60)]));
-    let admitted = |client| (0..5).filter(|_| !one(&reloaded, Verb::Take, 1, client).verdict.refuses()).count();
+    let admitted = |client| (0..5).filter(|_| !one(&reloaded, Verb::Take, 1, client).admission.refuses()).count();
     assert_eq!((0..500).map(admitted).filter(|count| *count != 3).count(), 0);
     let stats = reloaded.stats();
     assert!(stats.bytes <= stats.max_bytes, "{stats:?}");
@@ -215,7 +215,7 @@ fn an_earlier_handle_keeps_new_entries() {
     for _ in 0..120 {
         store.maintain(fixtures::test_time(0));
     }
-    assert_eq!(one(&reloaded, Verb::Take, 1, 1).verdict, Verdict::Refused);
+    assert_eq!(one(&reloaded, Verb::Take, 1, 1).admission, Admission::Refused);
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn fast_takes_agree_after_other_terms() {
         let reloaded = reload(&store, &limits([plain_rate(5)]));
         for client in 0..100 {
             let op = Op::new(fixtures::limit_id(0), Verb::Take, fixtures::client_key(client), 1);
-            let is_refused = one(&reloaded, Verb::Peek, 0, client).verdict.refuses();
+            let is_refused = one(&reloaded, Verb::Peek, 0, client).admission.refuses();
             assert_eq!(reloaded.take_with_clock(&op, &Rough(now)).0 > now, is_refused, "client {client}");
         }
     }

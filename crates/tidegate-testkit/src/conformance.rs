@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-use tidegate_core::{Batch, Key, LimitId, Limits, Op, Outcomes, Time, Verb, Verdict};
+use tidegate_core::{Admission, Batch, Key, LimitId, Limits, Op, Outcomes, Time, Verb};
 use tidegate_store::{Store, StoreResponse};
 
 use crate::random::{case_count, run_seed};
@@ -178,8 +178,8 @@ impl<'a, B: Backend> StoreUnderTest<'a, B> {
     }
 }
 
-fn verdicts(outcomes: &Outcomes) -> Vec<Verdict> {
-    outcomes.list().iter().map(|outcome| outcome.verdict).collect()
+fn admissions(outcomes: &Outcomes) -> Vec<Admission> {
+    outcomes.list().iter().map(|outcome| outcome.admission).collect()
 }
 
 fn expect_equal<T: PartialEq + fmt::Debug>(what: &str, found: T, expected: T) -> Result<(), String> {

@@ -24,8 +24,8 @@ use std::sync::Arc;
 
 use tidegate_core::batch::BatchContext;
 use tidegate_core::{
-    Batch, CountMode, Key, Limit, LimitId, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, PenaltyMode, Span, Time,
-    Verb, Verdict,
+    Admission, Batch, CountMode, Key, Limit, LimitId, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, PenaltyMode,
+    Span, Time, Verb,
 };
 
 use cooldown::CooldownHistory;
@@ -107,11 +107,11 @@ impl ModelStatus {
 }
 
 impl ExpectedOutcome {
-    fn allows(&self, verdict: Verdict) -> bool {
-        let full = if self.has_parole { Verdict::Parole } else { Verdict::Refused };
+    fn allows(&self, admission: Admission) -> bool {
+        let full = if self.has_parole { Admission::Parole } else { Admission::Refused };
         match self.block {
-            Some(_) => verdict == Verdict::Blocked,
-            None => verdict == Verdict::Admitted && self.earliest.fits || verdict == full && !self.latest.fits,
+            Some(_) => admission == Admission::Blocked,
+            None => admission == Admission::Admitted && self.earliest.fits || admission == full && !self.latest.fits,
         }
     }
 }
@@ -185,17 +185,17 @@ impl Model {
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
             judged.push(self.expected_outcome(&limits, batch, op, outcome, now)?);
         }
-        let refused = |counts: &dyn Fn(&Limit) -> bool, which: &dyn Fn(Verdict) -> bool| {
+        let refused = |counts: &dyn Fn(&Limit) -> bool, which: &dyn Fn(Admission) -> bool| {
             batch.ops().iter().zip(outcomes.list()).any(|(op, outcome)| {
-                op.verb == Verb::Take && limits.get(op.limit).is_some_and(counts) && which(outcome.verdict)
+                op.verb == Verb::Take && limits.get(op.limit).is_some_and(counts) && which(outcome.admission)
             })
         };
         for ((op, outcome), judged) in batch.ops().iter().zip(outcomes.list()).zip(judged) {
             let Some(limit) = limits.get(op.limit) else { continue };
             let takes_part = |other: &Limit| limit.is_shadow() || !other.is_shadow();
             let sides = BatchRefusals {
-                refused: refused(&takes_part, &Verdict::refuses),
-                blocked: refused(&takes_part, &|verdict| verdict == Verdict::Blocked),
+                refused: refused(&takes_part, &Admission::refuses),
+                blocked: refused(&takes_part, &|admission| admission == Admission::Blocked),
             };
             let cell = self.key_models.entry((op.limit, op.key)).or_default();
             cell.apply_and_check(limit, batch.context(), op, outcome, judged.as_ref(), sides, now)
@@ -215,7 +215,7 @@ impl Model {
         let limit = limits.get(op.limit).filter(|_| matches!(op.verb, Verb::Take | Verb::Peek));
         let Some(limit) = limit else {
             let gives_back = matches!(op.verb, Verb::Release | Verb::Renew) && limits.get(op.limit).is_some();
-            if outcome.verdict != Verdict::Admitted && !gives_back {
+            if outcome.admission != Admission::Admitted && !gives_back {
                 return Err(mismatch_error(op, outcome, "nothing here could refuse".into()));
             }
             return Ok(None);
@@ -223,8 +223,8 @@ impl Model {
         let nothing = KeyModel::default();
         let cell = self.key_models.get(&(op.limit, op.key)).unwrap_or(&nothing);
         let judged = cell.expected_outcome(limit, op.cost, batch.holder(), now);
-        if !judged.allows(outcome.verdict) {
-            return Err(mismatch_error(op, outcome, format!("the verdict contradicts {judged:?}")));
+        if !judged.allows(outcome.admission) {
+            return Err(mismatch_error(op, outcome, format!("the admission contradicts {judged:?}")));
         }
         Ok(Some(judged))
     }
@@ -300,7 +300,7 @@ impl KeyModel {
         now: Time,
     ) -> Result<(), String> {
         let Some(judged) = judged else { return self.apply_other_verb(limit, terms, op, outcome, now) };
-        let refuses = outcome.verdict.refuses();
+        let refuses = outcome.admission.refuses();
         if op.verb == Verb::Take
             && refuses
             && !sides.blocked
@@ -321,7 +321,8 @@ impl KeyModel {
             return expected.check(limit, outcome);
         }
         let in_flight = limit.kind().has_permits();
-        let counts_anyway = outcome.verdict == Verdict::Admitted && limit.count_mode() == CountMode::All && !in_flight;
+        let counts_anyway =
+            outcome.admission == Admission::Admitted && limit.count_mode() == CountMode::All && !in_flight;
         if op.verb == Verb::Take && !refuses && (!sides.refused || counts_anyway) {
             // The store's own remaining units decide if the parole has lapsed; a range can't.
             let room = if self.max_lateness(limit.kind(), now).is_zero() {
@@ -329,7 +330,7 @@ impl KeyModel {
             } else {
                 outcome.remaining.saturating_add(op.cost)
             };
-            self.penalties.record_admitted(outcome.verdict == Verdict::Parole, room);
+            self.penalties.record_admitted(outcome.admission == Admission::Parole, room);
             let after = match limit.kind() {
                 LimitKind::Cooldown(cooldown) => {
                     // An admitted caller gets the status from before its own call.
@@ -433,10 +434,10 @@ impl KeyModel {
             _ => {}
         }
         let expected = match op.verb {
-            Verb::Release | Verb::Renew if !held => Verdict::Refused,
-            _ => Verdict::Admitted,
+            Verb::Release | Verb::Renew if !held => Admission::Refused,
+            _ => Admission::Admitted,
         };
-        if outcome.verdict == expected { Ok(()) } else { Err(format!("expected {expected:?}")) }
+        if outcome.admission == expected { Ok(()) } else { Err(format!("expected {expected:?}")) }
     }
 }
 

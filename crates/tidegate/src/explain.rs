@@ -108,12 +108,12 @@ impl Explanation {
         let is_shadow = |op: &Op| plan.limits().get(op.limit).is_some_and(Limit::is_shadow);
         let mut refusals = RefusalSummary::default();
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
-            refusals.add(outcome.verdict, is_shadow(op));
+            refusals.add(outcome.admission, is_shadow(op));
         }
         let limits = batch.ops().iter().zip(outcomes.list()).map(|(op, outcome)| {
             let info = plan.limit_info(op.limit);
             let blocked = outcome.block_until > now;
-            let allowed = !outcome.verdict.refuses();
+            let allowed = !outcome.admission.refuses();
             // As in a check: while a block lasts, nothing changes, and a shared key gets no strikes.
             let takes_strike =
                 !allowed && !is_listed && !outcome.retry_at.is_never() && op.share_level.allows_strikes();

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use tidegate_core::decision::move_to_shared_keys;
-use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
+use tidegate_core::{Admission, Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb};
 use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
@@ -385,7 +385,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     async fn apply_correction(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
         let batch = self.batch(self.actions(query)?, query, verb, holder)?.with_charged_at(Time::NEVER);
-        let is_done = |outcomes: &Outcomes| outcomes.list().iter().any(|found| found.verdict == Verdict::Admitted);
+        let is_done = |outcomes: &Outcomes| outcomes.list().iter().any(|found| found.admission == Admission::Admitted);
         let mut done = is_done(&self.apply(&batch).await?);
         if !done && matches!(verb, Verb::Release | Verb::Renew) {
             for batch in self.shared_batches(&batch, query.ip) {

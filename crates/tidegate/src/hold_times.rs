@@ -92,7 +92,7 @@ impl HoldTimes {
         let now = outcomes.now();
         for (op, outcome) in batch.ops().iter().zip(outcomes.list_mut()) {
             let estimate = self.limit(op.limit).map_or(u64::MAX, |limit| limit.estimate.load(Ordering::Relaxed));
-            if outcome.verdict.refuses() && estimate != u64::MAX && !outcome.retry_at.is_never() {
+            if outcome.admission.refuses() && estimate != u64::MAX && !outcome.retry_at.is_never() {
                 let freed_at = now + Span::from_micros(estimate);
                 outcome.retry_at = outcome.retry_at.min(freed_at.max(outcome.block_until));
             }

@@ -10,7 +10,7 @@ use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
 use tidegate::store::{Memory, Never, Store, StoreError, StoreResponse};
 use tidegate::{BlockError, CheckError, Clock, Decision, DecisionReport, Gate, Reason, ResetReport, Span, Time};
 use tidegate_core::batch::{BatchStates, OpContext, execute};
-use tidegate_core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
+use tidegate_core::{Admission, Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel};
 
 fn policy(toml: &str) -> Policy {
     Policy::load(PolicySources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"))
@@ -493,8 +493,8 @@ struct Full(Option<usize>);
 
 impl BatchStates for Full {
     fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
-        let verdict = if self.0 == Some(index) { Verdict::NoRoom } else { Verdict::Admitted };
-        Outcome::without_limit(verdict, ask.now)
+        let admission = if self.0 == Some(index) { Admission::NoRoom } else { Admission::Admitted };
+        Outcome::without_limit(admission, ask.now)
     }
     fn charge(&mut self, _: usize, _: &OpContext<'_>, _: &mut Outcome) {}
     fn strike(&mut self, _: usize, _: &OpContext<'_>, _: &mut Outcome) {}

@@ -3,7 +3,7 @@
 use arrayvec::ArrayVec;
 
 use super::outcome::is_always_charged;
-use super::{Batch, BatchContext, MAX_OPS, Op, OpContext, Outcome, Outcomes, RefusalSummary, Verb, Verdict};
+use super::{Admission, Batch, BatchContext, MAX_OPS, Op, OpContext, Outcome, Outcomes, RefusalSummary, Verb};
 use crate::{KeyState, Limit, Limits, Span, Time};
 
 /// The states of a store for the operations of one batch, addressed by the index of the operation.
@@ -95,12 +95,12 @@ fn evaluate_ops(
             Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
                 let outcome = states.evaluate(index, &OpContext { op, limit, batch: batch.context, now });
                 if op.verb == Verb::Take {
-                    refusals.add(outcome.verdict, limit.is_shadow());
-                    has_room &= outcome.verdict != Verdict::NoRoom;
+                    refusals.add(outcome.admission, limit.is_shadow());
+                    has_room &= outcome.admission != Admission::NoRoom;
                 }
                 outcome
             }
-            _ => Outcome::without_limit(Verdict::Admitted, now),
+            _ => Outcome::without_limit(Admission::Admitted, now),
         };
         outcomes.push(outcome);
     }
@@ -122,7 +122,7 @@ fn apply_ops(
         let context = OpContext { op, limit, batch: batch.context, now };
         match op.verb {
             Verb::Peek => {}
-            Verb::Take if outcome.verdict.refuses() => {
+            Verb::Take if outcome.admission.refuses() => {
                 let may_change = limit.reservations().is_none() || refusals.allows_reservation(limit);
                 if may_change && !refusals.has_block_for(limit) {
                     states.strike(index, &context, outcome);
@@ -140,7 +140,7 @@ fn apply_ops(
                 states.modify(index, &context, op.verb.creates_state(limit), &mut |state| {
                     done = state.apply(&context, outcome)
                 });
-                outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
+                outcome.admission = if done { Admission::Admitted } else { Admission::Refused };
             }
         }
     }
@@ -164,10 +164,10 @@ pub fn execute_take(
     let context =
         OpContext { op, limit, batch: BatchContext { holder, ..BatchContext::default() }, now: clamp_now(now) };
     let mut outcome = states.evaluate(0, &context);
-    match outcome.verdict {
-        Verdict::Admitted | Verdict::Parole => states.charge(0, &context, &mut outcome),
-        Verdict::Refused => states.strike(0, &context, &mut outcome),
-        Verdict::Blocked | Verdict::NoRoom => {}
+    match outcome.admission {
+        Admission::Admitted | Admission::Parole => states.charge(0, &context, &mut outcome),
+        Admission::Refused => states.strike(0, &context, &mut outcome),
+        Admission::Blocked | Admission::NoRoom => {}
     }
     outcome
 }

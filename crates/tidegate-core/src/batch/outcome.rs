@@ -8,7 +8,7 @@ use crate::{Limit, Limits, Span, Time};
 
 /// The result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Admission {
     /// There was room, or the operation can't be refused.
     Admitted,
     /// The limit is full, but the parole of a block that has ended lets this call pass.
@@ -21,7 +21,7 @@ pub enum Verdict {
     NoRoom,
 }
 
-impl Verdict {
+impl Admission {
     /// True if this operation refuses the call.
     pub fn refuses(self) -> bool {
         matches!(self, Self::Refused | Self::Blocked | Self::NoRoom)
@@ -32,7 +32,7 @@ impl Verdict {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// The result.
-    pub verdict: Verdict,
+    pub admission: Admission,
     /// The capacity of the limit.
     pub limit: u64,
     /// The used amount after the decision. More than the limit if a parole exceeded it.
@@ -61,7 +61,7 @@ impl Outcome {
     #[inline]
     pub fn from_status(status: LimitStatus, now: Time) -> Self {
         Self {
-            verdict: if status.retry_at <= now { Verdict::Admitted } else { Verdict::Refused },
+            admission: if status.retry_at <= now { Admission::Admitted } else { Admission::Refused },
             limit: status.limit,
             used: status.used,
             remaining: status.remaining,
@@ -76,9 +76,9 @@ impl Outcome {
     }
 
     /// An outcome without a limit's data, for operations that give back, renew or delete, or for a pace without wait.
-    pub fn without_limit(verdict: Verdict, now: Time) -> Self {
+    pub fn without_limit(admission: Admission, now: Time) -> Self {
         let status = LimitStatus { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now };
-        Self { verdict, ..Self::from_status(status, now) }
+        Self { admission, ..Self::from_status(status, now) }
     }
 
     /// Adds a `cost` that was just charged.
@@ -119,7 +119,7 @@ impl Outcomes {
 
     /// True if any limit refuses, in shadow or not.
     pub fn refuses(&self) -> bool {
-        self.list.iter().any(|outcome| outcome.verdict.refuses())
+        self.list.iter().any(|outcome| outcome.admission.refuses())
     }
 }
 
@@ -142,14 +142,14 @@ impl RefusalSummary {
     /// Adds the outcomes of a part's takes.
     pub fn add_part(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
         for (op, outcome) in batch.ops.iter().zip(&outcomes.list).filter(|(op, _)| op.verb == Verb::Take) {
-            self.add(outcome.verdict, limits.get(op.limit).is_none_or(Limit::is_shadow));
+            self.add(outcome.admission, limits.get(op.limit).is_none_or(Limit::is_shadow));
         }
     }
 
-    /// Adds the verdict of a limit, in shadow or not.
+    /// Adds the admission of a limit, in shadow or not.
     #[inline]
-    pub fn add(&mut self, verdict: Verdict, shadow: bool) {
-        let (refuses, blocks) = (verdict.refuses(), verdict == Verdict::Blocked);
+    pub fn add(&mut self, admission: Admission, shadow: bool) {
+        let (refuses, blocks) = (admission.refuses(), admission == Admission::Blocked);
         self.any_refused |= refuses;
         self.any_blocked |= blocks;
         if !shadow {
@@ -166,7 +166,7 @@ impl RefusalSummary {
 
     /// True if it was charged as part of an admitted call. It must be refunded if the call is refused after all.
     pub fn must_refund_if_refused(&self, limit: &Limit, outcome: &Outcome) -> bool {
-        !outcome.verdict.refuses() && !self.has_refusal_for(limit) && !is_always_charged(limit, outcome)
+        !outcome.admission.refuses() && !self.has_refusal_for(limit) && !is_always_charged(limit, outcome)
     }
 
     /// True if a take under this limit must not be charged.
@@ -192,5 +192,5 @@ impl RefusalSummary {
 /// True if a take is charged to a limit even if other limits refuse it.
 #[inline]
 pub(super) fn is_always_charged(limit: &Limit, outcome: &Outcome) -> bool {
-    limit.counts_refused() && outcome.verdict == Verdict::Admitted
+    limit.counts_refused() && outcome.admission == Admission::Admitted
 }

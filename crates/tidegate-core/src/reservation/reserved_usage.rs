@@ -1,7 +1,7 @@
 //! The decisions and changes of a limit with reservations.
 
 use super::{Reservation, ReservationQueue, ReservationRules, total_cost};
-use crate::batch::{OpContext, Outcome, Verdict};
+use crate::batch::{Admission, OpContext, Outcome};
 use crate::quota::QuotaUsage;
 use crate::rate::ArrivalTime;
 use crate::state::{LimitStatus, Usage};
@@ -229,8 +229,8 @@ impl ReservedUsage {
         let mut outcome = Outcome::from_status(self.status(rules, limit.kind(), op.cost, now), now);
         if let Some(index) = self.admitting(rules, context) {
             outcome.reserved_at = self.queue.reservations[index].at;
-            (outcome.verdict, outcome.retry_at) = (Verdict::Admitted, now);
-        } else if outcome.verdict == Verdict::Refused
+            (outcome.admission, outcome.retry_at) = (Admission::Admitted, now);
+        } else if outcome.admission == Admission::Refused
             && let Some(index) = self.upcoming_of(batch.caller, now)
         {
             let at = self.queue.reservations[index].at;

@@ -14,7 +14,7 @@ use redb::backends::FileBackend;
 use redb::{BackendError, StorageBackend};
 use tidegate_core::batch::Outcome;
 use tidegate_core::{
-    Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Span, Time, Verb, Verdict, Window,
+    Admission, Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Span, Time, Verb, Window,
 };
 
 use super::store_file::{StoreFile, builder};
@@ -265,11 +265,11 @@ async fn refusals_are_answered_despite_a_full_disk() {
         }
     }
     // The second limit has a block of the first key; of the second key it is only full.
-    assert!(later(take(1, 1, at(1))).await.verdict.refuses());
+    assert!(later(take(1, 1, at(1))).await.admission.refuses());
     faults.full.store(true, SeqCst);
     assert!(matches!(answered(take(0, 3, at(2))).await, Err(StoreError::Unwritable)));
-    assert_eq!(ready(take(0, 1, at(3))).verdict, Verdict::Refused);
-    assert_eq!(ready(take(1, 1, at(4))).verdict, Verdict::Blocked);
+    assert_eq!(ready(take(0, 1, at(3))).admission, Admission::Refused);
+    assert_eq!(ready(take(1, 1, at(4))).admission, Admission::Blocked);
     let strike = answered(take(1, 2, at(5))).await;
     assert!(matches!(strike, Err(StoreError::Unwritable)), "{strike:?}");
 }
@@ -285,7 +285,7 @@ async fn durable_decisions_wait_for_the_disk() {
     let answers: Vec<_> = (0..100).map(|_| tokio::spawn(later(ask(&kept, Verb::Take, at(0))))).collect();
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(answers.iter().all(|answer| !answer.is_finished()));
-    assert!(ready(ask(&kept, Verb::Take, at(0))).verdict.refuses());
+    assert!(ready(ask(&kept, Verb::Take, at(0))).admission.refuses());
     assert_eq!(ready(ask(&kept, Verb::Peek, at(0))).used, 100);
     faults.still.store(false, SeqCst);
     for answer in answers {

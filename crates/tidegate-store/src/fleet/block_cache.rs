@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::batch::Outcome;
-use tidegate_core::{Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
+use tidegate_core::{Admission, Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb};
 use tokio::sync::Notify;
 
 use super::penalty_restore::{KnownPenalty, parole_cost};
@@ -88,11 +88,11 @@ impl CachedBlock {
     fn outcome_now(&self, op: &Op, now: Time) -> Outcome {
         match self.cached_outcome(op.limit, op.key) {
             Some((_, outcome)) if outcome.block_until > now => {
-                Outcome { verdict: Verdict::Blocked, remaining: 0, ..*outcome }
+                Outcome { admission: Admission::Blocked, remaining: 0, ..*outcome }
             }
-            Some((_, outcome)) if outcome.verdict.refuses() && outcome.retry_at > now => *outcome,
-            Some((_, outcome)) => Outcome { verdict: Verdict::Admitted, retry_at: now, ..*outcome },
-            None => Outcome::without_limit(Verdict::Admitted, now),
+            Some((_, outcome)) if outcome.admission.refuses() && outcome.retry_at > now => *outcome,
+            Some((_, outcome)) => Outcome { admission: Admission::Admitted, retry_at: now, ..*outcome },
+            None => Outcome::without_limit(Admission::Admitted, now),
         }
     }
 }

@@ -13,7 +13,7 @@ use arrayvec::ArrayVec;
 use foldhash::fast::RandomState;
 use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::batch::{MAX_OPS, Outcome};
-use tidegate_core::{Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
+use tidegate_core::{Admission, Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, Time, Verb};
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 use tokio::task::JoinSet;
@@ -309,7 +309,7 @@ async fn request_slice(node: &Arc<FleetNode>, batch: &Batch, request: SliceReque
         let slice_batch = batch.with_ops(batch.ops().iter().map(|op| Op { cost: size, ..*op })).with_lead(lease);
         let sent_at = node.state.clock.now();
         let Ok(outcomes) = node.apply_and_record(&slice_batch, sent_at).await else { break };
-        let refusals = outcomes.list().iter().filter(|outcome| outcome.verdict.refuses());
+        let refusals = outcomes.list().iter().filter(|outcome| outcome.admission.refuses());
         let Some(remaining_units) = refusals.map(|outcome| outcome.remaining).min() else {
             let decided_at = outcomes.now();
             // A quota's slice belongs to the period in which it was taken.
@@ -329,7 +329,7 @@ async fn request_slice(node: &Arc<FleetNode>, batch: &Batch, request: SliceReque
     }
     let sent_at = node.state.clock.now();
     let outcomes = node.apply_or_fall_back(batch, sent_at).await?;
-    let waits = outcomes.list().iter().filter(|outcome| outcome.verdict == Verdict::Refused);
+    let waits = outcomes.list().iter().filter(|outcome| outcome.admission == Admission::Refused);
     let wait = waits.map(|outcome| outcome.retry_at.since(outcomes.now())).max();
     // Refunds of other slices may make room earlier. That is found when this refusal ends.
     if let Some(wait) = wait.filter(|_| node.batch_partition(batch).is_up()) {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tidegate_core::batch::{OpContext, Outcome, RefusalSummary};
 use tidegate_core::state::Usage;
-use tidegate_core::{Batch, Key, KeyState, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Time, Verb, Verdict};
+use tidegate_core::{Admission, Batch, Key, KeyState, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Time, Verb};
 
 use super::new_batch;
 use super::penalty_restore::{KnownPenalty, parole_cost};
@@ -65,7 +65,7 @@ impl LocalFallback {
         let mut outcomes = self.memory.apply_now(batch, now);
         if batch.ops().iter().any(|op| op.verb == Verb::Renew) {
             // The store holds this permit. It stays valid until the store can be asked, and is counted here too.
-            let list = outcomes.list().iter().map(|outcome| Outcome { verdict: Verdict::Admitted, ..*outcome });
+            let list = outcomes.list().iter().map(|outcome| Outcome { admission: Admission::Admitted, ..*outcome });
             outcomes = Outcomes::new(outcomes.now(), list);
             self.memory.apply_now(&retake_permits_batch(batch), now);
         }
@@ -82,7 +82,8 @@ impl LocalFallback {
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
             let Some(limit) = limits.get(op.limit) else { continue };
             let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && refusals.is_charged(limit, outcome);
-            let is_struck = op.verb == Verb::Take && outcome.verdict == Verdict::Refused && outcome.block_until > now;
+            let is_struck =
+                op.verb == Verb::Take && outcome.admission == Admission::Refused && outcome.block_until > now;
             let must_sync = is_charged
                 || is_struck
                 || matches!(
@@ -192,9 +193,9 @@ pub(super) fn uncounted_outcomes(batch: &Batch, limits: &Limits, now: Time) -> O
     let outcomes = batch.ops().iter().map(|op| match limits.get(op.limit) {
         Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
             let outcome = KeyState::evaluate_unseen(&OpContext { op, limit, batch: context, now });
-            Outcome { verdict: Verdict::Admitted, retry_at: now, ..outcome }
+            Outcome { admission: Admission::Admitted, retry_at: now, ..outcome }
         }
-        _ => Outcome::without_limit(Verdict::Admitted, now),
+        _ => Outcome::without_limit(Admission::Admitted, now),
     });
     Outcomes::new(now, outcomes)
 }

@@ -7,7 +7,7 @@ mod word;
 
 use std::sync::Arc;
 
-use tidegate_core::batch::{Op, OpContext, Outcome, Verdict};
+use tidegate_core::batch::{Admission, Op, OpContext, Outcome};
 use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::rate::ArrivalTime;
 use tidegate_core::state::Usage;
@@ -115,7 +115,7 @@ impl Shard {
                     if op.verb == Verb::Take {
                         self.losses.forced_shares += 1;
                     }
-                    return Outcome::without_limit(Verdict::NoRoom, now);
+                    return Outcome::without_limit(Admission::NoRoom, now);
                 }
                 KeyState::evaluate_unseen(context)
             }
@@ -128,7 +128,7 @@ impl Shard {
                 }
                 (SlotWord::State(index), _) if op.verb == Verb::Take && limit.reservations().is_some() => {
                     // Reservations that have ended are remembered, which may need memory.
-                    let mut outcome = Outcome::without_limit(Verdict::Admitted, now);
+                    let mut outcome = Outcome::without_limit(Admission::Admitted, now);
                     if self.update_state(index, |state| outcome = state.evaluate(context)) {
                         self.make_room(0, tag(op), now, shard_context);
                     }

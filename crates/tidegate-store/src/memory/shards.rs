@@ -5,7 +5,7 @@ use std::sync::Arc;
 use arrayvec::ArrayVec;
 use parking_lot::Mutex;
 use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, execute_into};
-use tidegate_core::{Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb, Verdict};
+use tidegate_core::{Admission, Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb};
 
 use super::shard::{self, Shard, ShardCapacity, ShardContext};
 use super::table::{Table, TableLocation};
@@ -221,7 +221,7 @@ impl Memory {
     /// Takes `op.cost` of one limit for `holder`, without a batch.
     #[inline]
     pub fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
-        let Some(limit) = self.0.limits.get(op.limit) else { return Outcome::without_limit(Verdict::Admitted, now) };
+        let Some(limit) = self.0.limits.get(op.limit) else { return Outcome::without_limit(Admission::Admitted, now) };
         let mut locked = LockedShards::new(&self.0);
         locked.lock(self.0.shard_index(op.key));
         batch::execute_take(op, limit, holder, &mut locked, now)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tidegate_core::batch::Outcome;
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Key, Limit, LimitKind, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict, Window,
+    Admission, Key, Limit, LimitKind, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Window,
 };
 use tidegate_store::{FileStore, FlushMode, Store};
 use tidegate_testkit::fixtures;
@@ -71,8 +71,8 @@ impl Host {
         one(&self.start(now), Verb::Peek, limit, key, now)
     }
 
-    fn verdicts(&self, key: Key, now: Time) -> [Verdict; 4] {
-        [QUOTA, BLOCK, WINDOW, RATE].map(|limit| self.peek(limit, key, now).verdict)
+    fn admissions(&self, key: Key, now: Time) -> [Admission; 4] {
+        [QUOTA, BLOCK, WINDOW, RATE].map(|limit| self.peek(limit, key, now).admission)
     }
 
     fn rows(&self, now: Time) -> u64 {
@@ -91,8 +91,8 @@ fn take(store: &impl Store, limit: usize, key: Key, now: Time, times: usize) {
     }
 }
 
-const FULL: [Verdict; 4] = [Verdict::Refused, Verdict::Blocked, Verdict::Refused, Verdict::Blocked];
-const ROOM: [Verdict; 4] = [Verdict::Admitted; 4];
+const FULL: [Admission; 4] = [Admission::Refused, Admission::Blocked, Admission::Refused, Admission::Blocked];
+const ROOM: [Admission; 4] = [Admission::Admitted; 4];
 
 #[test]
 fn a_corrected_fast_clock_loses_no_state() {
@@ -106,18 +106,18 @@ fn a_corrected_fast_clock_loses_no_state() {
         for restart in 0..ahead {
             let now = start + DAY.times(1) + HOUR.times(2) + MINUTE.times(restart * 5);
             if calls == 0 || restart == 0 {
-                assert_eq!(host.verdicts(key, now), ROOM, "{calls} calls, restart {restart} of {ahead}");
+                assert_eq!(host.admissions(key, now), ROOM, "{calls} calls, restart {restart} of {ahead}");
             }
             host.run(now, key, calls);
         }
         let now = start + MINUTE.times(10);
-        assert_eq!(host.verdicts(key, now), FULL, "{calls} calls in {ahead} processes ahead");
+        assert_eq!(host.admissions(key, now), FULL, "{calls} calls in {ahead} processes ahead");
         let told = host.peek(BLOCK, key, now);
         assert!(told.block_until >= block, "{calls} calls in {ahead} processes ahead: {told:?}, not {block:?}");
         // And after a process that has it in memory and writes it again.
         host.run(now, key, 1);
-        assert_eq!(host.verdicts(key, now + MINUTE), FULL);
-        assert_eq!(host.verdicts(key, start + DAY.times(20)), ROOM);
+        assert_eq!(host.admissions(key, now + MINUTE), FULL);
+        assert_eq!(host.admissions(key, start + DAY.times(20)), ROOM);
     }
 }
 
@@ -182,7 +182,7 @@ fn a_finished_period_remains_for_clocks_set_back() {
             store.journal().flush().unwrap();
         }
         drop(store);
-        assert_eq!(host.peek(QUOTA, key, start + HOUR).verdict, Verdict::Refused, "{calls} calls the next day");
+        assert_eq!(host.peek(QUOTA, key, start + HOUR).admission, Admission::Refused, "{calls} calls the next day");
     }
 }
 
@@ -200,8 +200,8 @@ fn a_reset_persists_despite_clock_changes() {
             one(&store, Verb::Reset, limit, key, start + reset_at);
         });
         drop(store);
-        assert_eq!(host.verdicts(key, start + DAY), ROOM, "{ahead} {reset_at:?}");
-        assert_eq!(host.verdicts(key, start + MINUTE), ROOM, "{ahead} {reset_at:?}");
+        assert_eq!(host.admissions(key, start + DAY), ROOM, "{ahead} {reset_at:?}");
+        assert_eq!(host.admissions(key, start + MINUTE), ROOM, "{ahead} {reset_at:?}");
         let peeks = [QUOTA, BLOCK, WINDOW].map(|limit| host.peek(limit, key, start + MINUTE).used);
         assert_eq!(peeks, [0; 3], "{ahead} {reset_at:?}");
     }
@@ -218,6 +218,6 @@ fn rows_are_kept_seven_days_after_expiry() {
     drop(store);
     assert_eq!(host.rows(start), 400);
     assert_eq!(host.rows(start + DAY.times(6)), 400);
-    assert_eq!(host.verdicts(fixtures::client_key(7), start + MINUTE), FULL);
+    assert_eq!(host.admissions(fixtures::client_key(7), start + MINUTE), FULL);
     assert_eq!(host.rows(start + DAY.times(12)), 0);
 }

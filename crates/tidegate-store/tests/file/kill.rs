@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tidegate_core::{Limit, LimitKind, Limits, Span, Time, Verb, Verdict, Window};
+use tidegate_core::{Admission, Limit, LimitKind, Limits, Span, Time, Verb, Window};
 use tidegate_store::{FileError, FileStore, FlushMode, Journal};
 use tidegate_testkit::fixtures;
 use tidegate_testkit::random::{self, RandomSource};
@@ -48,7 +48,7 @@ fn killed_process_entry_point() {
             scope.spawn(|| {
                 loop {
                     let now = now();
-                    if one(&store, Verb::Take, 0, fixtures::client_key(1), now).verdict != Verdict::Admitted {
+                    if one(&store, Verb::Take, 0, fixtures::client_key(1), now).admission != Admission::Admitted {
                         break;
                     }
                     say(&format!("@admitted {}\n", now.as_micros()));

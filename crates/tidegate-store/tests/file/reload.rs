@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tidegate_core::{Key, Limit, LimitKind, Limits, PenaltyMode, Rate, Span, Time, Verb, Verdict};
+use tidegate_core::{Admission, Key, Limit, LimitKind, Limits, PenaltyMode, Rate, Span, Time, Verb};
 use tidegate_store::{FileStore, FlushMode, Journal, Store as _, StoreError};
 use tidegate_testkit::fixtures;
 
@@ -36,7 +36,7 @@ fn reload(store: &FileStore, limits: &Arc<Limits>) -> FileStore {
 }
 
 fn take(store: &FileStore, limit: usize, calls: usize) {
-    (0..calls).for_each(|_| assert!(!one(store, Verb::Take, limit, KEY, now()).verdict.refuses()));
+    (0..calls).for_each(|_| assert!(!one(store, Verb::Take, limit, KEY, now()).admission.refuses()));
 }
 
 fn used(store: &FileStore, limit: usize) -> u64 {
@@ -111,7 +111,7 @@ fn a_block_of_another_kind_survives_a_restart() {
     let reloaded = reload(&store, &rates);
     drop((store, reloaded));
     let outcome = one(&place.store(&rates, FlushMode::default(), now()), Verb::Take, 0, KEY, now());
-    assert_eq!((outcome.verdict, outcome.block_until), (Verdict::Blocked, block_until));
+    assert_eq!((outcome.admission, outcome.block_until), (Admission::Blocked, block_until));
 }
 
 #[test]

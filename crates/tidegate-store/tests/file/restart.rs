@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Concurrency, Cooldown, Key, Limit, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time,
-    Verb, Verdict, Window,
+    Admission, Batch, Concurrency, Cooldown, Key, Limit, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate,
+    Span, Time, Verb, Window,
 };
 use tidegate_store::{FileError, FileStore, FlushMode, Journal, Memory, Store};
 use tidegate_testkit::model::Model;
@@ -150,7 +150,7 @@ fn penalties_survive_restarts_at_every_step() {
         let store = place.store(&limits, FlushMode::default(), now);
         let found = one(&store, Verb::Take, 0, fixtures::client_key(1), now);
         assert_eq!(found, one(&memory, Verb::Take, 0, fixtures::client_key(1), now), "step {step}");
-        if found.verdict == Verdict::Refused {
+        if found.admission == Admission::Refused {
             blocks.push(found.block.as_secs_ceil());
         }
         now = found.retry_at.max(now + Span::from_millis(10));
@@ -176,7 +176,7 @@ fn every_kind_of_state_survives_restarts() {
         one(&store, Verb::Throttle { generation: 0 }, 7, *key, at);
     }
     let before = peek(&store);
-    assert!(before.iter().any(|outcome| outcome.verdict == Verdict::Blocked));
+    assert!(before.iter().any(|outcome| outcome.admission == Admission::Blocked));
     drop(store);
     assert_eq!(peek(&place.store(&limits, FlushMode::default(), at)), before);
 }
@@ -229,7 +229,7 @@ fn a_limit_of_changed_kind_starts_empty() {
     ];
     for plan in &plans {
         let store = place.store(plan, FlushMode::default(), at);
-        assert_eq!(one(&store, Verb::Take, 0, fixtures::client_key(1), at).verdict, Verdict::Admitted, "{plan:?}");
+        assert_eq!(one(&store, Verb::Take, 0, fixtures::client_key(1), at).admission, Admission::Admitted, "{plan:?}");
         one(&store, Verb::Take, 0, fixtures::client_key(1), at);
     }
 }
@@ -367,7 +367,7 @@ fn a_slow_clock_locks_out_no_client() {
     drop(store);
     let store = place.store(&limits, FlushMode::default(), fixtures::test_time(0));
     let refused = one(&store, Verb::Take, 0, fixtures::client_key(1), fixtures::test_time(0));
-    assert_eq!(refused.verdict, Verdict::Refused);
+    assert_eq!(refused.admission, Admission::Refused);
     assert!(refused.retry_at <= fixtures::test_time(60_000), "{refused:?}");
 }
 

@@ -17,10 +17,10 @@ async fn known_waits_are_answered_without_the_store() {
     let store = remote([penalised(10, 5)], clock, true);
     let node = Caller::new(&store, clock, 1);
     settled().await;
-    assert!(!node.cost(10).await.0.verdict.refuses());
+    assert!(!node.cost(10).await.0.admission.refuses());
     let waits = async |cost| {
         let (outcome, now) = node.cost(cost).await;
-        assert!(outcome.verdict.refuses());
+        assert!(outcome.admission.refuses());
         if outcome.retry_at.is_never() { None } else { Some(outcome.retry_at.since(now)) }
     };
     let secs = |secs| Some(Span::from_secs(secs));
@@ -32,7 +32,7 @@ async fn known_waits_are_answered_without_the_store() {
     assert_eq!(waits(11).await, None, "no wait mends that");
     assert_eq!([waits(2).await, waits(1).await], [secs(5); 2]);
     sleep(Duration::from_secs(5)).await;
-    assert_eq!(node.cost(1).await.0.verdict, Verdict::Parole);
+    assert_eq!(node.cost(1).await.0.admission, Admission::Parole);
 }
 
 #[tokio::test(start_paused = true)]
@@ -48,8 +48,8 @@ async fn a_block_persists_through_an_outage() {
         for _ in 0..8 {
             sleep(Duration::from_secs(11)).await;
             assert!(!node.take().await, "told: {tells_resets}");
-            assert!(node.one(Verb::Take, &[0, 1], KEY).await.verdict.refuses());
-            assert!(node.cost(2).await.0.verdict.refuses());
+            assert!(node.one(Verb::Take, &[0, 1], KEY).await.admission.refuses());
+            assert!(node.cost(2).await.0.admission.refuses());
         }
         sleep(Duration::from_secs(2)).await;
         assert!(node.take().await, "told: {tells_resets}");
@@ -92,7 +92,7 @@ async fn a_reset_block_stays_reset_despite_late_replies() {
                 for caller in [&one, &two] {
                     let (outcome, _) = caller.cost(0).await;
                     let what = format!("{late} ms, {after_strike} s, {after_reset} s, after {second} s: {outcome:?}");
-                    assert_eq!((outcome.verdict, outcome.strikes), (Verdict::Admitted, 0), "{what}");
+                    assert_eq!((outcome.admission, outcome.strikes), (Admission::Admitted, 0), "{what}");
                 }
             }
         }
@@ -147,8 +147,8 @@ async fn a_block_lost_in_an_outage_is_restored() {
                 sleep(Duration::from_millis(1)).await;
                 let found = two.one(Verb::Peek, &[0], KEY).await;
                 assert_eq!(
-                    (found.verdict, found.strikes, found.block),
-                    (Verdict::Blocked, 1, told.block),
+                    (found.admission, found.strikes, found.block),
+                    (Admission::Blocked, 1, told.block),
                     "{answer:?}"
                 );
                 assert!(found.block_until <= told.block_until, "it is no longer than it was");
@@ -168,7 +168,7 @@ async fn a_silently_lost_block_is_restored_on_request() {
         assert!(one.take().await && !one.take().await);
         lose(&store, KEY);
         sleep(Duration::from_secs(61)).await;
-        assert!(one.one(Verb::Take, &[0, 1, 2], KEY).await.verdict.refuses(), "told: {tells_resets}");
+        assert!(one.one(Verb::Take, &[0, 1, 2], KEY).await.admission.refuses(), "told: {tells_resets}");
         assert!(!two.take().await, "told: {tells_resets}");
         settled().await;
         assert_eq!(two.one(Verb::Peek, &[1], KEY).await.used, 0, "a refused call is charged to none of its limits");
@@ -228,7 +228,7 @@ async fn outage_strikes_are_restored_afterwards() {
     let mut strikes = 0;
     for _ in 0..400 {
         let outcome = one.one(Verb::Take, &[0], KEY).await;
-        strikes += u8::from(outcome.verdict == Verdict::Refused);
+        strikes += u8::from(outcome.admission == Admission::Refused);
         sleep(Duration::from_millis(100)).await;
     }
     assert!(strikes >= 3, "{strikes}");
@@ -270,11 +270,11 @@ async fn many_limits_of_a_key_are_reset_together() {
     let node = Caller::new(&store, clock, 1);
     settled().await;
     let all: Vec<usize> = (0..8).collect();
-    assert!(!node.one(Verb::Take, &all, KEY).await.verdict.refuses());
-    assert!(node.one(Verb::Take, &all, KEY).await.verdict.refuses());
+    assert!(!node.one(Verb::Take, &all, KEY).await.admission.refuses());
+    assert!(node.one(Verb::Take, &all, KEY).await.admission.refuses());
     let outcomes = node.ask(&batch(Verb::Reset, &all, KEY)).await.unwrap();
     assert_eq!(outcomes.list().len(), 8);
-    assert!(!node.one(Verb::Take, &all, KEY).await.verdict.refuses());
+    assert!(!node.one(Verb::Take, &all, KEY).await.admission.refuses());
 }
 
 #[tokio::test(start_paused = true)]

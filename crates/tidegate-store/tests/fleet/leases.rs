@@ -223,18 +223,18 @@ async fn a_known_refusal_applies_per_cost() {
     }
     given_back().await;
     let (refused, _) = node.cost(20).await;
-    assert_eq!((refused.verdict, refused.remaining), (Verdict::Refused, 10));
+    assert_eq!((refused.admission, refused.remaining), (Admission::Refused, 10));
     for _ in 0..10 {
         assert!(node.take().await, "there is room for it");
     }
     let (short, now) = node.cost(1).await;
-    assert_eq!(short.verdict, Verdict::Refused);
+    assert_eq!(short.admission, Admission::Refused);
     let (long, _) = node.cost(20).await;
-    assert_eq!(long.verdict, Verdict::Refused);
+    assert_eq!(long.admission, Admission::Refused);
     assert!(long.retry_at.since(short.retry_at) > Span::from_secs(9), "{:?} {:?}", short.retry_at, long.retry_at);
     let asked = store.request_count();
     assert_eq!(node.cost(1).await.0.retry_at, short.retry_at);
     assert_eq!(store.request_count(), asked, "told without asking");
     sleep(long.retry_at.since(now).as_duration()).await;
-    assert!(!node.cost(20).await.0.verdict.refuses());
+    assert!(!node.cost(20).await.0.admission.refuses());
 }

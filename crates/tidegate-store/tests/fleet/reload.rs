@@ -14,7 +14,7 @@ impl Caller {
     async fn admitted(&self, limit: usize, calls: usize) -> usize {
         let mut admitted = 0;
         for _ in 0..calls {
-            admitted += usize::from(!self.one(Verb::Take, &[limit], KEY).await.verdict.refuses());
+            admitted += usize::from(!self.one(Verb::Take, &[limit], KEY).await.admission.refuses());
         }
         admitted
     }
@@ -110,7 +110,7 @@ async fn a_cached_block_follows_the_new_penalty() {
     settled().await;
     assert!(node.take().await && !node.take().await);
     let same = node.reload([blocking(), window(5, 60)]);
-    assert_eq!(same.one(Verb::Take, &[0], KEY).await.verdict, Verdict::Blocked);
+    assert_eq!(same.one(Verb::Take, &[0], KEY).await.admission, Admission::Blocked);
     let without_penalty = same.reload([window(9, 60), window(5, 60)]);
     assert!(without_penalty.take().await);
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate_core::{
-    Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb,
-    Verdict, Window,
+    Admission, Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Span,
+    Time, Verb, Window,
 };
 use tidegate_store::{Redis, RedisOptions, RemoteStore as _, StoreError, TimeSource};
 use tidegate_testkit::servers::{RedisSentinelGroup, RedisServer, RedisServerOptions, ScratchDir, free_port};
@@ -64,7 +64,7 @@ fn state_survives_a_durable_servers_restart() {
         let peeks = [wide, narrow, held].map(|id| stores.runtime.block_on(once(store, id, Verb::Peek)).unwrap());
         peeks.map(|outcomes| {
             let outcome = outcomes.list()[0];
-            (outcome.verdict, outcome.used, outcome.strikes, outcome.block_until)
+            (outcome.admission, outcome.used, outcome.strikes, outcome.block_until)
         })
     };
     let before = {
@@ -79,7 +79,7 @@ fn state_survives_a_durable_servers_restart() {
         stores.runtime.block_on(once(&store, held, Verb::Take)).unwrap();
         read(&stores, &store)
     };
-    assert_eq!((before[0].1, before[1].0, before[2].1), (7, Verdict::Blocked, 1));
+    assert_eq!((before[0].1, before[1].0, before[2].1), (7, Admission::Blocked, 1));
     server.restart();
     // The gate was restarted, too.
     let stores = Stores::new(server.url(), TimeSource::Store);

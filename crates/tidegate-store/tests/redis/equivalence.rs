@@ -187,7 +187,7 @@ fn long_logs_agree_with_the_reference_store() {
                 _ => (Verb::Take, random.pick(&[1, 1, 1, 2, 7, capacity / 40]), Time::ZERO),
             };
             let outcomes = pair.ask(&one(limit, verb, key, cost).with_lead(LEAD).with_counted_at(at), now);
-            if verb == Verb::Take && !outcomes.list()[0].verdict.refuses() {
+            if verb == Verb::Take && !outcomes.list()[0].admission.refuses() {
                 sent.insert(random.below(sent.len() as u64 + 1) as usize, (cost, outcomes.now() + LEAD));
                 sent.truncate(400);
             }

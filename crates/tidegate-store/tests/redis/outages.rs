@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tidegate_core::{
-    Batch, Clock, Key, Limit, LimitId, LimitKind, Limits, OnOutage, Op, Outcome, Penalty, Sharing, Span, Time, Verb,
-    Verdict, Window,
+    Admission, Batch, Clock, Key, Limit, LimitId, LimitKind, Limits, OnOutage, Op, Outcome, Penalty, Sharing, Span,
+    Time, Verb, Window,
 };
 use tidegate_store::{Fleet, FleetOptions, Store as _, StoreResponse, TimeSource, fleet_limits};
 use tidegate_testkit::servers::RedisServer;
@@ -57,7 +57,7 @@ impl Node {
     }
 
     async fn is_blocked(&self) -> bool {
-        self.ask(Verb::Take, KEY).await.verdict == Verdict::Blocked
+        self.ask(Verb::Take, KEY).await.admission == Admission::Blocked
     }
 
     /// Has the key blocked, which only this node and the server know.
@@ -140,7 +140,7 @@ fn a_known_block_is_restored_to_the_server() {
                 let other = Node::start(&stores, 2);
                 other.until(true).await;
                 let found = other.ask(Verb::Take, KEY).await;
-                assert_eq!((found.verdict, found.strikes), (Verdict::Blocked, 1), "it knows of it again");
+                assert_eq!((found.admission, found.strikes), (Admission::Blocked, 1), "it knows of it again");
                 assert!(found.block == TEN_MINUTES);
             }
         }

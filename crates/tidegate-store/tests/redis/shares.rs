@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict,
+    Admission, Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb,
     Window,
 };
 use tidegate_store::{KeyReset, Redis, RemoteStore as _, TimeSource};
@@ -166,7 +166,7 @@ fn node_clocks_do_not_affect_counts() {
         let outcomes = stores.runtime.block_on(store.apply(&ask, now)).unwrap();
         assert!(outcomes.now() >= begin && outcomes.now().since(begin) < minute, "by the server's clock");
         let outcome = outcomes.list()[0];
-        assert_eq!((outcome.verdict, outcome.used), (Verdict::Refused, 100));
+        assert_eq!((outcome.admission, outcome.used), (Admission::Refused, 100));
         let wait = outcome.retry_at.since(outcomes.now());
         assert!(wait > Span::ZERO && wait <= minute, "{wait:?}");
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tidegate_core::{
-    Batch, Clock, Concurrency, Key, Limit, LimitKind, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
+    Admission, Batch, Clock, Concurrency, Key, Limit, LimitKind, Op, PenaltyMode, Rate, Span, Time, Verb,
 };
 use tidegate_store::{
     Announcement, DatabaseOptions, Fleet, FleetOptions, RemoteStore, Store as _, StoreError, StoreResponse, TimeSource,
@@ -23,8 +23,8 @@ pub(crate) fn outlives_restarts<K: Kind>() {
     let take = |limit| batch(Verb::Take, &[(limit, 1)]);
     runtime().block_on(async {
         let store = open();
-        assert_eq!(patiently(&store, &take(1), Time::ZERO).await.list()[0].verdict, Verdict::Admitted);
-        assert_eq!(store.apply(&take(1), Time::ZERO).await.unwrap().list()[0].verdict, Verdict::Refused);
+        assert_eq!(patiently(&store, &take(1), Time::ZERO).await.list()[0].admission, Admission::Admitted);
+        assert_eq!(store.apply(&take(1), Time::ZERO).await.unwrap().list()[0].admission, Admission::Refused);
         let seed = store.get_or_insert_seed([7; 16]).await.unwrap();
         assert_eq!((seed, open().get_or_insert_seed([8; 16]).await.unwrap()), ([7; 16], [7; 16]));
         for round in 0..K::RESTARTS.len() as u64 {
@@ -32,7 +32,7 @@ pub(crate) fn outlives_restarts<K: Kind>() {
             K::RESTARTS[round as usize](&server);
             let after = patiently(&store, &batch(Verb::Peek, &[(0, 1), (1, 1)]), Time::ZERO).await;
             assert_eq!(after.list()[0].used, round + 1);
-            assert_eq!(after.list()[1].verdict, Verdict::Blocked);
+            assert_eq!(after.list()[1].admission, Admission::Blocked);
         }
         assert_eq!(open().get_or_insert_seed([9; 16]).await.unwrap(), [7; 16]);
     });
@@ -136,17 +136,17 @@ pub(crate) fn learns_lost_blocks_again<K: Kind>() {
         while !one.is_up() || ask(&one, Verb::Take).await.block_until <= clock.now() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        assert_eq!(ask(&one, Verb::Take).await.verdict, Verdict::Blocked);
+        assert_eq!(ask(&one, Verb::Take).await.admission, Admission::Blocked);
         K::forget(&server, "b_").await;
         for _ in 0..100 {
-            assert_eq!(ask(&one, Verb::Take).await.verdict, Verdict::Blocked, "it stays blocked");
+            assert_eq!(ask(&one, Verb::Take).await.admission, Admission::Blocked, "it stays blocked");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         let found = ask(&two, Verb::Peek).await;
-        assert_eq!((found.verdict, found.strikes), (Verdict::Blocked, 1), "the store knows it again");
+        assert_eq!((found.admission, found.strikes), (Admission::Blocked, 1), "the store knows it again");
         ask(&two, Verb::Reset).await;
         tokio::time::sleep(Duration::from_millis(1_100)).await;
-        assert_eq!(ask(&one, Verb::Take).await.verdict, Verdict::Admitted, "a reset ends it everywhere");
+        assert_eq!(ask(&one, Verb::Take).await.admission, Admission::Admitted, "a reset ends it everywhere");
     });
 }
 

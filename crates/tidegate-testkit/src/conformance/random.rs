@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
-    Concurrency, Key, Limit, LimitError, LimitId, LimitKind, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time,
-    Verb, Verdict, Window,
+    Admission, Concurrency, Key, Limit, LimitError, LimitId, LimitKind, Limits, Penalty, PenaltySpec, Quota, Rate,
+    Span, Time, Verb, Window,
 };
 
-use super::{Backend, ConformanceOptions, StoreUnderTest, expect_equal, start_time, verdicts};
+use super::{Backend, ConformanceOptions, StoreUnderTest, admissions, expect_equal, start_time};
 use crate::model::Model;
 use crate::random::RandomSource;
 use crate::traffic::{PlanContents, TrafficGenerator};
@@ -109,7 +109,7 @@ pub(super) fn peek<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<()
                 if without.now().since(*started.get_or_insert(after.now())) > Span::from_secs(1) {
                     return if call < 4 { Err("four calls took more than a second".to_owned()) } else { Ok(()) };
                 }
-                expect_equal("after looking", verdicts(&after), verdicts(&without))?;
+                expect_equal("after looking", admissions(&after), admissions(&without))?;
             }
         }
     }
@@ -137,12 +137,12 @@ pub(super) fn reset<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(
         let outcome = new.list()[0];
         expect_equal(
             "after the reset",
-            (outcome.verdict, outcome.remaining, outcome.strikes),
-            (Verdict::Admitted, 3, 0),
+            (outcome.admission, outcome.remaining, outcome.strikes),
+            (Admission::Admitted, 3, 0),
         )?;
         for later in places.iter().filter(|other| other.0 > place.0).chain(&other_key) {
-            let blocked = verdicts(&subject.apply_to_keys(Verb::Peek, 9, &[*later], now)?);
-            expect_equal("another key or limit", blocked, vec![Verdict::Blocked])?;
+            let blocked = admissions(&subject.apply_to_keys(Verb::Peek, 9, &[*later], now)?);
+            expect_equal("another key or limit", blocked, vec![Admission::Blocked])?;
         }
     }
     Ok(())

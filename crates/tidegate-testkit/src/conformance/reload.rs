@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use tidegate_core::{
-    Concurrency, Key, Limit, LimitError, LimitId, LimitKind, Limits, Outcome, Penalty, PenaltySpec, Rate, Span, Verb,
-    Verdict, Window,
+    Admission, Concurrency, Key, Limit, LimitError, LimitId, LimitKind, Limits, Outcome, Penalty, PenaltySpec, Rate,
+    Span, Verb, Window,
 };
 
 use super::concurrent::count_admitted;
@@ -51,7 +51,7 @@ impl<B: Backend> StoreUnderTest<'_, B> {
     }
 
     fn is_admitted(&self, index: usize) -> Result<bool, String> {
-        Ok(!self.one(Verb::Take, index)?.verdict.refuses())
+        Ok(!self.one(Verb::Take, index)?.admission.refuses())
     }
 
     fn used_and_remaining(&self, index: usize) -> Result<(u64, u64), String> {
@@ -105,15 +105,15 @@ pub(super) fn blocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<
     let blocked = subject.one(Verb::Peek, 0)?;
     let longer = reload!(subject, [with_penalty(window(100), 5000)]);
     let outcome = longer.one(Verb::Take, 0)?;
-    expect_equal("the verdict during the block", outcome.verdict, Verdict::Blocked)?;
+    expect_equal("the admission during the block", outcome.admission, Admission::Blocked)?;
     expect_equal("the end of the block", outcome.block_until, blocked.block_until)?;
     let reloaded = reload!(longer, [with_penalty(window(100), 1200)]);
     let outcome = reloaded.one(Verb::Take, 0)?;
-    expect_equal("the verdict under a shorter penalty", outcome.verdict, Verdict::Blocked)?;
+    expect_equal("the admission under a shorter penalty", outcome.admission, Admission::Blocked)?;
     expect_equal("a block that isn't longer", outcome.block_until <= blocked.block_until, true)?;
     reloaded.one(Verb::Reset, 0)?;
     expect_equal("admitted after a reset", [subject.is_admitted(0)?, subject.is_admitted(0)?], [true, false])?;
-    expect_equal("the verdict of the other handle", reloaded.one(Verb::Take, 0)?.verdict, Verdict::Blocked)
+    expect_equal("the admission of the other handle", reloaded.one(Verb::Take, 0)?.admission, Admission::Blocked)
 }
 
 /// Checks that the usage starts anew under a limit of another kind, in all directions.
@@ -143,7 +143,7 @@ pub(super) fn permits<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result
     let limit = LimitId::FIRST;
     let other = reloaded.apply_to_keys(Verb::Take, 2, &[(limit, KEY)], start_time())?;
     expect_equal("refused beside the permit", other.refuses(), true)?;
-    expect_equal("released", reloaded.one(Verb::Release, 0)?.verdict.refuses(), false)?;
+    expect_equal("released", reloaded.one(Verb::Release, 0)?.admission.refuses(), false)?;
     expect_equal("used and left", subject.used_and_remaining(0)?, (0, 3))
 }
 

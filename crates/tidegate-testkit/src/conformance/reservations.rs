@@ -9,8 +9,8 @@ use tidegate_core::quota::FixedPeriods;
 use tidegate_core::rate::ArrivalTime;
 use tidegate_core::reservation::MAX_RECORDS;
 use tidegate_core::{
-    Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time, Verb,
-    Verdict, Window,
+    Admission, Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time,
+    Verb, Window,
 };
 use tidegate_store::{ImmediateStore as _, Store as _};
 
@@ -129,8 +129,8 @@ pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) ->
         let expected = reference.apply_now(&batch, found.now());
         for (op, (found, expected)) in batch.ops().iter().zip(found.list().iter().zip(expected.list())) {
             let seen = |outcome: &Outcome| {
-                let Outcome { verdict, used, remaining, retry_at, reset_at, reserved_at, .. } = *outcome;
-                (verdict, used, remaining, retry_at, reset_at, reserved_at)
+                let Outcome { admission, used, remaining, retry_at, reset_at, reserved_at, .. } = *outcome;
+                (admission, used, remaining, retry_at, reset_at, reserved_at)
             };
             if matches!(op.verb, Verb::Take | Verb::Peek) {
                 expect_equal(&format!("call {index} at {now:?}, {op:?} of {caller}"), seen(found), seen(expected))?;
@@ -169,16 +169,16 @@ pub(super) fn clock_steps<B: Backend>(backend: &B, _: &ConformanceOptions) -> Re
                 ask(limit, 100, Time::ZERO, now)?;
             }
             let outcome = ask(limit, caller, at, at + lag)?;
-            let found = (outcome.verdict, outcome.reserved_at);
-            expect_equal(&format!("limit {limit}, caller {caller}"), found, (Verdict::Admitted, at))?;
+            let found = (outcome.admission, outcome.reserved_at);
+            expect_equal(&format!("limit {limit}, caller {caller}"), found, (Admission::Admitted, at))?;
         }
     }
     let late = start + Span::from_secs(600);
-    while ask(0, 1, Time::ZERO, late)?.verdict == Verdict::Admitted {}
+    while ask(0, 1, Time::ZERO, late)?.admission == Admission::Admitted {}
     let reserved = ask(0, 2, Time::ZERO, late)?;
     expect_equal("reserved", reserved.reserved_at > late, true)?;
     let early = start + Span::from_secs(500);
-    while ask(0, 3, Time::ZERO, early)?.verdict == Verdict::Admitted {}
+    while ask(0, 3, Time::ZERO, early)?.admission == Admission::Admitted {}
     let found = ask(0, 2, reserved.reserved_at, early)?.reserved_at;
     expect_equal("reserved anew", found > early && found < late, true)
 }
@@ -200,7 +200,7 @@ pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> R
         let outcomes = gates[gate].apply(&call(limit, caller, 1, presented)?, clock)?;
         let (now, outcome) = (outcomes.now(), outcomes.list()[0]);
         store_time = now;
-        if outcome.verdict == Verdict::Admitted {
+        if outcome.admission == Admission::Admitted {
             admitted[limit].push(now);
         }
         Ok::<(Time, Outcome), String>((now, outcome))
@@ -225,8 +225,8 @@ pub(super) fn wrong_clocks<B: Backend>(backend: &B, _: &ConformanceOptions) -> R
             thread::sleep((at.since(now)).as_duration().min(Duration::from_millis(50)));
         }
         let (now, outcome) = ask((caller as usize + 1) % 2, limit, caller, at)?;
-        let found = (outcome.verdict, outcome.reserved_at);
-        expect_equal(&format!("limit {limit}, caller {caller} at {now:?}"), found, (Verdict::Admitted, at))?;
+        let found = (outcome.admission, outcome.reserved_at);
+        expect_equal(&format!("limit {limit}, caller {caller} at {now:?}"), found, (Admission::Admitted, at))?;
     }
     let rate = Rate::new(10, Span::from_secs(1), 5).map_err(|error| error.to_string())?;
     let mut arrival = ArrivalTime::default();
@@ -288,7 +288,7 @@ pub(super) fn concurrent_callers<B: Backend>(backend: &B, options: &ConformanceO
         if outcome.reserved_at > now {
             reservations.lock().map_err(|error| error.to_string())?.insert((outcome.reserved_at, caller));
         }
-        Ok(outcome.verdict == Verdict::Admitted)
+        Ok(outcome.admission == Admission::Admitted)
     })?;
     let callers = u64::from(options.tasks * calls);
     expect_equal("admitted at once", admitted, 5.min(callers))?;
@@ -301,7 +301,7 @@ pub(super) fn concurrent_callers<B: Backend>(backend: &B, options: &ConformanceO
         subject.set_now(at);
         let admitted = count_admitted(options.tasks, 1, |_, _| {
             let outcome = subject.apply(&call(0, caller, 1, at)?, at)?.list()[0];
-            Ok(outcome.verdict == Verdict::Admitted && outcome.reserved_at == at)
+            Ok(outcome.admission == Admission::Admitted && outcome.reserved_at == at)
         })?;
         expect_equal("calls by one reservation", admitted, 1)?;
     }

@@ -2,7 +2,7 @@
 
 use arrayvec::ArrayVec;
 use tidegate_core::batch::{BatchContext, BatchStates, MAX_OPS, OpContext};
-use tidegate_core::{KeyState, LimitKind, Op, Outcome, ReservationRules, Time, Verdict};
+use tidegate_core::{Admission, KeyState, LimitKind, Op, Outcome, ReservationRules, Time};
 
 use super::{ArgumentBuffer, BatchCodec, ResponseDecoder};
 
@@ -80,7 +80,7 @@ impl BatchStates for DecodedStates {
         } else if !answer.unreserved_fits {
             outcome.remaining = outcome.remaining.min(context.op.cost.saturating_sub(1));
         }
-        outcome.verdict = if answer.is_admitted { Verdict::Admitted } else { Verdict::Refused };
+        outcome.admission = if answer.is_admitted { Admission::Admitted } else { Admission::Refused };
         (outcome.retry_at, outcome.reserved_at) = (answer.retry_at, answer.reserved_at);
         outcome
     }

@@ -45,30 +45,30 @@ while next_position <= #bytes do
   op.state, ops[index] = state, op
   if op.kind == QUOTA and op.verb ~= RESET and not select_period(op) then return responses[1] end
   if op.verb <= PEEK then
-    local verdict, response
+    local admission, response
     if op.has_penalty == RESERVES then
       load_queue(op)
-      verdict = evaluate_reserved(op, state) and ADMITTED or REFUSED
+      admission = evaluate_reserved(op, state) and ADMITTED or REFUSED
       response = encode_state[op.kind](state, op) .. op.found
     else
-      verdict = evaluate[op.kind](op, state) and ADMITTED or REFUSED
+      admission = evaluate[op.kind](op, state) and ADMITTED or REFUSED
       response = encode_state[op.kind](state, op)
     end
     if op.has_penalty == 1 then
       refresh_record(op, state)
       response = response .. pack('<ddB', state.blocked_until, state.parole, state.strikes)
       if state.strikes > 0 and state.blocked_until > now then
-        verdict = BLOCKED
-      elseif verdict == REFUSED and op.allows_parole == 1 and op.cost <= state.parole then
-        verdict = PAROLE
+        admission = BLOCKED
+      elseif admission == REFUSED and op.allows_parole == 1 and op.cost <= state.parole then
+        admission = PAROLE
       end
     end
-    op.verdict, responses[index + 1] = verdict, response
-    if op.verb == TAKE and verdict >= REFUSED then
-      any_refused, any_blocked = true, any_blocked or verdict == BLOCKED
+    op.admission, responses[index + 1] = admission, response
+    if op.verb == TAKE and admission >= REFUSED then
+      any_refused, any_blocked = true, any_blocked or admission == BLOCKED
       if op.is_shadow == 0 then
         several_refused = several_refused or enforced_refused
-        enforced_refused, enforced_blocked = true, enforced_blocked or verdict == BLOCKED
+        enforced_refused, enforced_blocked = true, enforced_blocked or admission == BLOCKED
       end
     end
   end
@@ -77,7 +77,7 @@ end
 -- Charges. Ends a parole that admitted the call, or, if `may_lapse`, one that the room covers.
 local function charge_and_end_parole(op, state, may_lapse)
   if op.queue then return charge_reserved(op, state) end
-  if state.parole > 0 and (op.verdict == PAROLE or may_lapse and has_room_for_parole[op.kind](op, state)) then
+  if state.parole > 0 and (op.admission == PAROLE or may_lapse and has_room_for_parole[op.kind](op, state)) then
     state.parole = 0
   end
   charge[op.kind](op, state)
@@ -105,8 +105,8 @@ for index, op in ipairs(ops) do
     if op.is_shadow == 1 then
       is_refused, is_blocked = any_refused, any_blocked
     end
-    if op.verdict < REFUSED then
-      if not is_refused or (op.counts_refused == 1 and op.verdict == ADMITTED) then charge_and_end_parole(op, state, true) end
+    if op.admission < REFUSED then
+      if not is_refused or (op.counts_refused == 1 and op.admission == ADMITTED) then charge_and_end_parole(op, state, true) end
     elseif op.queue then
       if not (is_blocked or several_refused or op.is_shadow == 1) then op.assigned_at = reserve(op, state) end
     elseif not is_blocked and op.has_penalty == 1 and (op.free_at or now) < NEVER then
