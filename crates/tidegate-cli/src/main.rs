@@ -13,6 +13,7 @@
 
 mod admin_client;
 mod api_client;
+mod classify;
 mod demo;
 mod gate_client;
 mod import;
@@ -76,6 +77,9 @@ enum Command {
         #[arg(long, value_name = "PREFIX", conflicts_with = "no_env")]
         env_prefix: Option<String>,
     },
+    /// Show what a reply of a provider means by the rules of a policy: its class, its wait, its scope, and which rule says
+    /// so. Sends nothing.
+    Classify(classify::ClassifyArgs),
     /// Show every limit of a running gate that applies to a call. Changes nothing.
     #[command(mut_arg("action", |action| action.required_unless_present("path")))]
     Explain(CallArgs),
@@ -388,6 +392,7 @@ fn main() -> ExitCode {
             let sources = if no_env { PolicySources::new() } else { environment() };
             file.path().and_then(|file| policy::check(file.as_deref(), sources, !no_env))
         }
+        Command::Classify(arguments) => classify::run(arguments),
         Command::Explain(call) => api_client::explain(&call),
         Command::Status(call) => api_client::status(&call),
         Command::Reset(call) => operator::reset(&call),

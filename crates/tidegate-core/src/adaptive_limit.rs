@@ -238,8 +238,9 @@ impl AdaptiveLimit {
     pub fn sample(&mut self, round_trip: Span, in_flight: u32, class: Class, now: Time) {
         let failed = match class {
             Class::Success | Class::Permanent => false,
-            Class::Throttled | Class::Transient => true,
-            Class::Auth | Class::Cancelled => return,
+            Class::Throttled | Class::Unavailable | Class::Transient | Class::Unknown => true,
+            // A spent quota says nothing about the load.
+            Class::Quota | Class::Auth | Class::Cancelled => return,
         };
         // If the clock stepped back, replies would otherwise be ignored for as long as the step.
         self.evaluated_at = self.evaluated_at.min(now);

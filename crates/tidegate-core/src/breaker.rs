@@ -5,7 +5,9 @@
 //! restore the traffic in steps, in a *ramp*. Source: M. Nygard, "Release It!", 2007. Rates over a window and slow
 //! calls are as in resilience4j.
 //!
-//! `transient` is a failure. `success`, `permanent` and `auth` prove that the provider works. Others don't count.
+//! Which classes are failures and which prove that the provider works, [`Class`] defines. Others don't count. Of failures in
+//! a row, those of one burst count once: calls that were sent before the last counted failure came back say no more than
+//! it did.
 
 mod call_window;
 mod shared;
@@ -104,6 +106,8 @@ pub struct Breaker {
     /// The number of changes of its phase.
     transitions: u64,
     failures: u32,
+    /// The time at which the last counted failure came back.
+    failed_at: Time,
     call_window: Option<CallWindow>,
     open_backoff: BackoffState,
     probes_sent: u64,
@@ -138,6 +142,7 @@ impl Breaker {
             generation: 0,
             transitions: 0,
             failures: 0,
+            failed_at: Time::ZERO,
             call_window: has_rates.then(|| CallWindow::new(spec.window)),
             open_backoff: BackoffState::default(),
             probes_sent: 0,
@@ -247,13 +252,17 @@ impl Breaker {
             return;
         }
         self.give_back(permit);
-        if matches!(class, Class::Throttled | Class::Cancelled) {
+        let failed = class.is_failure();
+        if !failed && !class.proves_provider() {
             return;
         }
         self.refresh(now);
-        let failed = class == Class::Transient;
         let slow = self.spec.slow_calls.is_some_and(|slow| elapsed > slow.threshold);
-        self.failures = if failed { self.failures.saturating_add(1) } else { 0 };
+        if !failed {
+            self.failures = 0;
+        } else if !self.has_failed_since(now - elapsed, now) {
+            (self.failures, self.failed_at) = (self.failures.saturating_add(1), now);
+        }
         let opens = match &mut self.phase {
             BreakerPhase::HalfOpen { .. } if failed || slow => true,
             BreakerPhase::HalfOpen { successes, .. } => {
@@ -274,6 +283,12 @@ impl Breaker {
         if opens {
             self.open(now, rng);
         }
+    }
+
+    /// True if a counted failure came back after this time, so that a call sent then says no more.
+    pub fn has_failed_since(&self, sent_at: Time, now: Time) -> bool {
+        // If the clock stepped back, failures would otherwise not count for as long as the step.
+        self.failures > 0 && sent_at < self.failed_at && self.failed_at <= now + MAX_CLOCK_LAG
     }
 
     /// Gives back a permit if its call was never sent or proves nothing.

@@ -16,7 +16,9 @@ mod in_flight;
 mod provider_state;
 mod refusal;
 mod reply;
+mod routes;
 mod rules;
+mod scopes;
 mod stats;
 mod step;
 
@@ -25,11 +27,12 @@ pub use provider_state::{ProviderState, StoreRequests};
 use rand_core::Rng;
 use refusal::LimitRefusal;
 pub use rules::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
+pub use scopes::{CallScope, MAX_SCOPES};
 pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
-use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, Ticket, WaitReason};
+use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, ScopedLane, Ticket, WaitReason};
 use crate::retry::{Delivery, RetryTracker};
 use crate::{Batch, Class, Limits, MAX_COST, Op, Outcomes, Span, Time, Verb};
 
@@ -47,6 +50,9 @@ const MIN_CREDENTIAL_WAIT: Span = Span::from_millis(1);
 struct RejectedCredentials([u16; 4]);
 
 const NO_CREDENTIAL: u16 = u16::MAX;
+
+/// The mark of a call that waits alone: the keys of scopes don't have it.
+const ALONE: u64 = 1 << 63;
 
 impl Default for RejectedCredentials {
     fn default() -> Self {
@@ -80,7 +86,7 @@ enum CallStage {
     Queued(Ticket),
     /// The store was asked for a grant with the credential of this index.
     Asking(Ticket, usize),
-    Sent(SentRequest),
+    Sent(SentRequest, BreakerPermit),
     /// Its last reply has arrived, to a request with this credential, but its body is still being read.
     Streaming(Lane, usize),
 }
@@ -92,8 +98,10 @@ struct SentRequest {
     charged_at: Time,
     counted_at: Time,
     lane: Lane,
-    permit: BreakerPermit,
     generation: u32,
+    /// The key of its scope; 0 if it had none.
+    scope: u64,
+    scope_generation: u32,
     /// The number of requests under way when it was sent, including itself.
     in_flight: u32,
 }
@@ -107,6 +115,9 @@ pub struct Call {
     /// The lane of the limits that were charged last.
     charged_lane: Lane,
     cost: u64,
+    scope: CallScope,
+    /// The key of the scope that was charged last; 0 if it had none.
+    charged_scope: u64,
     deadline: Time,
     started_at: Time,
     queued_at: Time,
@@ -129,8 +140,10 @@ pub struct Call {
     holds_budget_retry: bool,
     /// True if another caller waits for it too.
     is_joined: bool,
-    /// Its number in the order of arrival, once it was granted. It enters the queue there again if it has a reservation.
+    /// Its number in the order of arrival, once it was granted. It enters the queue there again if it keeps its place.
     arrival: Option<u64>,
+    /// True if it was refused until a known time, for which it waits in the queue.
+    keeps_place: bool,
     /// True if the provider keeps room for its next request, since it refused the last one.
     has_reservation: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
@@ -146,6 +159,8 @@ impl Call {
             own_lane: lane,
             charged_lane: lane,
             cost: cost.min(MAX_COST),
+            scope: CallScope::default(),
+            charged_scope: 0,
             deadline,
             started_at: now,
             queued_at: now,
@@ -161,9 +176,17 @@ impl Call {
             holds_budget_retry: false,
             is_joined: false,
             arrival: None,
+            keeps_place: false,
             has_reservation: false,
             is_hedge: false,
         }
+    }
+
+    /// Sets what it calls. Default: nothing is known about that.
+    #[must_use]
+    pub fn with_scope(mut self, scope: CallScope) -> Self {
+        self.scope = scope;
+        self
     }
 
     /// The deadline for its reply.
@@ -195,7 +218,7 @@ impl Call {
     pub fn ticket(&self) -> Option<Ticket> {
         match self.stage {
             CallStage::Queued(ticket) | CallStage::Asking(ticket, _) => Some(ticket),
-            CallStage::Idle | CallStage::Sent(_) | CallStage::Streaming(..) => None,
+            CallStage::Idle | CallStage::Sent(..) | CallStage::Streaming(..) => None,
         }
     }
 
@@ -227,17 +250,17 @@ impl Call {
         if state.pool.all_closed_until(now).is_some_and(|closed_until| closed_until >= self.deadline) {
             return Err(state.no_credential(now).failure());
         }
-        let place = self.arrival.filter(|_| self.has_reservation);
-        let refusal = match place {
-            None => state.lanes.refused_behind(self.deadline, self.lane, self.cost, now),
-            Some(_) => state.lanes.refused_past(self.deadline, self.lane, self.cost, now),
+        let (arrival, place) = (self.arrival.filter(|_| self.keeps_place), self.place());
+        let refusal = match arrival {
+            None => state.lanes.refused_behind(self.deadline, place, self.cost, now),
+            Some(_) => state.lanes.refused_past(self.deadline, place, self.cost, now),
         };
         if let Some(refusal) = refusal {
             return Err(refusal.failure());
         }
-        let ticket = match place {
-            Some(arrival) => state.lanes.enqueue_again(arrival, self.lane, self.cost, self.deadline, now),
-            None => match state.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
+        let ticket = match arrival {
+            Some(arrival) => state.lanes.enqueue_again(arrival, place, self.cost, self.deadline, now),
+            None => match state.lanes.enqueue(place, self.cost, self.deadline, now) {
                 Ok(ticket) => ticket,
                 Err(full) => self.enqueue_by_displacing(full, state, now).map_err(CallFailure::QueueFull)?,
             },
@@ -259,7 +282,13 @@ impl Call {
         if self.is_hedge || !state.lanes.make_room(self.lane, self.deadline) {
             return Err(full);
         }
-        state.lanes.enqueue(self.lane, self.cost, self.deadline, now)
+        state.lanes.enqueue(self.place(), self.cost, self.deadline, now)
+    }
+
+    /// Its place in the queue, with the calls of its scope. After a rejection it waits for another credential, alone.
+    fn place(&self) -> ScopedLane {
+        let alone = || ALONE | self.arrival.unwrap_or(0);
+        self.lane.with_scope(if self.rejected.is_empty() { self.scope.queue_key() } else { alone() })
     }
 
     /// Handles the step that the lanes have named the call for: its turn, its expiry or its displacement. A sleep names none.
@@ -308,8 +337,11 @@ impl Call {
             let refusal = Refusal { until: earliest, reason: WaitReason::Pace, ..Refusal::default() };
             return self.wait_or_fail(refusal, state, now);
         }
+        let scope = state.scopes.key_of(self.scope);
+        self.charged_scope = scope;
         let next = match self.renewed_credential == NO_CREDENTIAL && self.rejected.is_empty() {
-            true => state.next_credential(self.cost, now, rng),
+            true if scope == 0 => state.next_credential(self.cost, now, rng),
+            true => state.credential_except(|_| false, scope, self.cost, now, rng),
             false => self.credential_after_rejection(state, now, rng),
         };
         match next {
@@ -322,7 +354,12 @@ impl Call {
             None => {
                 // The end of the first call under way is unknown.
                 self.failure_at_deadline = state.pool.has_busy().then_some(CallFailure::DeadlineExceeded);
-                self.wait_or_fail(state.no_credential(now), state, now)
+                let rejected = self.rejected;
+                let refusal = match scope == 0 && rejected.is_empty() || state.pool.next(now, rng).is_none() {
+                    true => state.no_credential(now),
+                    false => state.no_credential_except(|it| rejected.contains(it), scope, self.cost, now),
+                };
+                self.wait_or_fail(refusal, state, now)
             }
         }
     }
@@ -334,10 +371,11 @@ impl Call {
         if self.renewed_credential != NO_CREDENTIAL && state.pool.is_free(renewed, now) {
             return Some(renewed);
         }
-        // If the others were taken meanwhile, the rejection is the call's answer, and no reason for other calls to wait.
-        state
-            .other_credential(self.cost, self.rejected, now, rng)
-            .or_else(|| state.next_credential(self.cost, now, rng))
+        let (rejected, scope) = (self.rejected, self.charged_scope);
+        let other = state.credential_except(|it| rejected.contains(it), scope, self.cost, now, rng);
+        // If no other is left, the rejection is the call's answer.
+        let none_is_left = || !state.routes.has_other(|it| rejected.contains(it), now);
+        if other.is_none() && none_is_left() { state.pool.next(now, rng) } else { other }
     }
 
     fn has_renewed(&self, credential: usize) -> bool {
@@ -357,7 +395,7 @@ impl Call {
     pub fn handle_expiry(&mut self, state: &mut ProviderState, now: Time) -> CallFailure {
         state.store_requests.updates.clear();
         self.leave_queue(state);
-        let refusal = state.lanes.refused_past(self.deadline, self.lane, self.cost, now);
+        let refusal = state.lanes.refused_past(self.deadline, self.place(), self.cost, now);
         let known = refusal.map(|refusal| refusal.failure()).or(self.failure_at_deadline);
         known.unwrap_or(CallFailure::DeadlineExceeded)
     }
@@ -385,7 +423,9 @@ impl Call {
         let ops = state.store_requests.reservation.ops().iter();
         let refused = ops.zip(outcomes.list()).filter(|(_, outcome)| outcome.admission.refuses());
         // If only the credential is refused, another may be granted. Other refusals are independent of the credential.
-        let is_shared = |op: &Op| op.key == rules.key;
+        let scope = self.charged_scope;
+        let shared_in_scope = rules.shared_scope_key(scope);
+        let is_shared = |op: &Op| op.key == rules.key || scope != 0 && op.key == shared_in_scope;
         let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {
             return self.handle_grant(ticket, credential, rules, state, outcomes, now);
         };
@@ -398,7 +438,12 @@ impl Call {
             refused_at: outcomes.now(),
         };
         if is_shared {
-            return self.handle_shared_refusal(rules, state, &refusal, now);
+            let is_in_scope = op.key != rules.key;
+            return self.handle_shared_refusal(rules, state, &refusal, is_in_scope, now);
+        }
+        let is_in_scope = scope != 0 && op.key == rules.scope_key(credential, scope);
+        if is_in_scope && state.close_scope(scope, credential, rules, &refusal, now) {
+            return self.handle_turn(rules, state, now, rng);
         }
         state.close_credential(credential, rules, &refusal, now);
         self.handle_turn(rules, state, now, rng)
@@ -436,7 +481,10 @@ impl Call {
             }
         };
         state.pool.record_use(credential);
-        if let Some(tracker) = state.remaining_trackers.get_mut(credential) {
+        let scope = self.charged_scope;
+        if scope != 0 {
+            state.scopes.record_sent(scope, credential, self.cost, now);
+        } else if let Some(tracker) = state.remaining_trackers.get_mut(credential) {
             tracker.record_sent(self.cost);
         }
         state.round_trips.record_grant(now);
@@ -451,17 +499,19 @@ impl Call {
         }
         self.holds_budget_retry = false;
         self.requests += 1;
-        let generation = outcomes.list().first().map_or(0, |outcome| outcome.generation);
-        self.stage = CallStage::Sent(SentRequest {
+        let generation = |place: usize| outcomes.list().get(place).map_or(0, |outcome| outcome.generation);
+        let sent = SentRequest {
             credential,
             sent_at: now,
             charged_at: self.charged_at,
             counted_at: self.counted_at,
             lane,
-            permit,
-            generation,
+            generation: generation(0),
+            scope,
+            scope_generation: if scope == 0 { 0 } else { generation(1) },
             in_flight: state.lanes.total_in_flight().saturating_sub(state.tunnels),
-        });
+        };
+        self.stage = CallStage::Sent(sent, permit);
         CallProgress::Send { credential }
     }
 
@@ -485,7 +535,7 @@ impl Call {
                     self.lane = lane;
                 }
             }
-            CallStage::Sent(_) | CallStage::Streaming(..) => {}
+            CallStage::Sent(..) | CallStage::Streaming(..) => {}
         }
     }
 
@@ -533,13 +583,16 @@ impl Call {
         }
     }
 
-    /// Fills a batch with the operations of an attempt with this credential. The cool-down comes first.
+    /// Fills a batch with the operations of an attempt with this credential. The cool-downs come first.
     fn fill_batch(&self, batch: &mut Batch, rules: &CallRules, credential: usize, verb: Verb) {
         batch.clear();
         if verb == Verb::Take {
             push_required(batch, Op::new(rules.cooldown, verb, rules.credential_keys[credential], 1));
+            if self.charged_scope != 0 {
+                push_required(batch, Op::new(rules.cooldown, verb, rules.scope_key(credential, self.charged_scope), 1));
+            }
         }
-        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, credential) {
+        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, credential, self.charged_scope) {
             if verb != Verb::Settle || provider_limit.settles {
                 let cost = if provider_limit.measure == Measure::Calls { 1 } else { self.cost };
                 push_required(batch, Op::new(provider_limit.limit, verb, key, cost));

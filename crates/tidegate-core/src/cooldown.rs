@@ -1,7 +1,7 @@
 //! The cool-down of a credential: one throttled reply closes its gate for all callers.
 //!
-//! The n-th closing in a row lasts `min(base · 2^(n−1), cap)`, or longer if the provider asked for longer. Calls sent
-//! before it are of an older *generation*: ten that are throttled close the gate once, and no success of them opens it.
+//! The n-th closing in a row lasts `min(base · 2^(n−1), cap)`, or longer if the provider asked for longer. The first lasts
+//! exactly as long as the provider asked for. Calls sent before it are of an older *generation*: ten that are throttled close the gate once, and no success of them opens it.
 //!
 //! After a closing, callers are released one at a time, a stagger apart, because all would otherwise come at once.
 //! After a success, slots become shorter: each twenty staggers, the rate of release rises by that of the first. This ends
@@ -140,7 +140,10 @@ impl Cooldown {
         if generation >= gate.generation {
             gate.generation = generation.saturating_add(1);
             gate.closings_in_row = gate.closings_in_row.saturating_add(1);
-            wait = wait.max(self.closing_length(gate.closings_in_row));
+            // What the provider says is true until it turns out not to be.
+            if wait.is_zero() || gate.closings_in_row > 1 {
+                wait = wait.max(self.closing_length(gate.closings_in_row));
+            }
         }
         close_until(gate, now + wait, now);
     }
@@ -364,7 +367,7 @@ mod tests {
             COOLDOWN.record_throttle(&mut gate, lease, Some(Span::from_millis(500)), at(late as u64 * 10));
         }
         assert_eq!((gate.closings_in_row, gate.generation), (1, 1));
-        assert_eq!(COOLDOWN.free_at(gate, at(100)), at(1_000));
+        assert_eq!(COOLDOWN.free_at(gate, at(100)), at(590), "the latest that was asked for");
     }
 
     #[test]
@@ -400,7 +403,9 @@ mod tests {
         assert_eq!(COOLDOWN.free_at(gate, at(0)), at(60_000));
         let mut gate = CooldownGate::default();
         COOLDOWN.record_throttle(&mut gate, 0, Some(Span::from_millis(1)), at(0));
-        assert_eq!(COOLDOWN.free_at(gate, at(0)), at(1_000), "a shorter one doesn't count");
+        assert_eq!(COOLDOWN.free_at(gate, at(0)), at(1), "the first is as long as it was asked for");
+        COOLDOWN.record_throttle(&mut gate, 1, Some(Span::from_millis(1)), at(1));
+        assert_eq!(COOLDOWN.free_at(gate, at(1)), at(2_001), "it wasn't true");
     }
 
     #[test]

@@ -118,7 +118,12 @@ impl CredentialPool {
     }
 
     /// The credential to try next, except those that are excluded.
-    pub fn next_except(&mut self, is_excluded: impl Fn(usize) -> bool, now: Time, rng: &mut impl Rng) -> Option<usize> {
+    pub fn next_except(
+        &mut self,
+        mut is_excluded: impl FnMut(usize) -> bool,
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> Option<usize> {
         let next = self.next(now, rng)?;
         if !is_excluded(next) {
             return Some(next);

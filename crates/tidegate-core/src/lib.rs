@@ -52,6 +52,7 @@ pub mod retry;
 pub mod state;
 mod state_encoding;
 pub mod time;
+pub mod verdict;
 pub mod window;
 
 pub use adaptive_limit::{AdaptiveLimit, AdaptiveLimitError, AdaptiveLimitSpec};
@@ -67,7 +68,7 @@ pub use credential_pool::{Balance, CredentialPool, MAX_CREDENTIALS, PoolSizeErro
 pub use decision::{Decision, Reason};
 pub use histogram::DurationHistogram;
 pub use lanes::{
-    Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, Refusal, RefusalScope, Ticket, WaitReason,
+    Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, Refusal, RefusalScope, ScopedLane, Ticket, WaitReason,
 };
 pub use limit::{
     CountMode, LeaseSpec, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, MAX_LIMIT, MAX_LIMITS, OnOutage,
@@ -80,7 +81,8 @@ pub use quota::{Calendar, Period, Quota};
 pub use rate::Rate;
 pub use remaining::{Remaining, RemainingAmount};
 pub use reservation::{ReservationError, ReservationRules};
-pub use retry::{Class, FailedAttempt, NoRetryReason, Retry, RetryTracker, TransportFault, UnreplayableReason};
+pub use retry::{FailedAttempt, NoRetryReason, Retry, RetryTracker, TransportFault, UnreplayableReason};
 pub use state::KeyState;
 pub use time::{Clock, MAX_NOW_SPREAD, Span, SpanTooLongError, Time};
+pub use verdict::{Class, Scope, Verdict};
 pub use window::Window;

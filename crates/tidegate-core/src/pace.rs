@@ -81,7 +81,7 @@ impl Pace {
             (Self::Responsive(_), _) => {}
             (Self::Adaptive(adaptive), Class::Throttled) => adaptive.throttled(sent_at, rest, now),
             (Self::Adaptive(adaptive), Class::Success | Class::Permanent) => adaptive.succeeded(sent_at, rest, now),
-            (Self::Adaptive(_), Class::Transient | Class::Auth | Class::Cancelled) => {}
+            (Self::Adaptive(_), _) => {}
         }
     }
 

@@ -114,16 +114,28 @@ impl RemainingTracker {
         (self.calls.remaining, self.has_room) = (None, true);
     }
 
+    /// True if no call that it counts is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight == 0
+    }
+
+    /// Records the report of a reply to a request that isn't counted here.
+    pub(crate) fn record_report(&mut self, sent_at: Time, reported: Remaining) {
+        let is_older = self.has_reply && sent_at <= self.newest_sent_at;
+        self.calls.update(reported.calls, is_older);
+        self.cost.update(reported.cost, is_older);
+        if !is_older {
+            (self.has_reply, self.newest_sent_at) = (true, sent_at);
+        }
+    }
+
     /// Records the end of a request that was sent at `sent_at`, with the report of its reply.
     pub(crate) fn record_end(&mut self, cost: u64, sent_at: Time, answered: bool, reported: Remaining) {
         self.in_flight = self.in_flight.saturating_sub(1);
         self.calls.in_flight_amount = self.calls.in_flight_amount.saturating_sub(1);
         self.cost.in_flight_amount = self.cost.in_flight_amount.saturating_sub(cost);
-        let is_older = self.has_reply && sent_at <= self.newest_sent_at;
-        self.calls.update(reported.calls, is_older);
-        self.cost.update(reported.cost, is_older);
-        if answered && !is_older {
-            (self.has_reply, self.newest_sent_at) = (true, sent_at);
+        if answered {
+            self.record_report(sent_at, reported);
         }
     }
 }

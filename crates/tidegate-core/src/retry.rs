@@ -6,70 +6,7 @@
 use rand_core::Rng;
 
 use crate::backoff::{Backoff, BackoffState};
-use crate::{Budget, Span, Time};
-
-/// The class of a reply. All code that learns from a reply uses it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Class {
-    /// The provider did the requested work.
-    Success,
-    /// The provider has received too many calls: back off, or use another credential.
-    Throttled,
-    /// The provider or the connection failed, and may work later.
-    Transient,
-    /// The request itself is wrong and would fail again.
-    Permanent,
-    /// The credential is rejected.
-    Auth,
-    /// The caller cancelled the call before a reply came.
-    Cancelled,
-}
-
-impl Class {
-    /// All classes.
-    pub const ALL: [Self; 6] =
-        [Self::Success, Self::Throttled, Self::Transient, Self::Permanent, Self::Auth, Self::Cancelled];
-
-    /// The class of an HTTP reply by its status code.
-    ///
-    /// | status | class |
-    /// | --- | --- |
-    /// | 1xx, 2xx, 3xx | success |
-    /// | 401, 403 | auth |
-    /// | 408 | transient |
-    /// | 429 | throttled |
-    /// | any other 4xx; 501, 505 | permanent |
-    /// | any other 5xx | transient |
-    ///
-    /// A number outside 100 to 599 is no status code and counts as 5xx (RFC 9110 §15).
-    pub const fn from_status(status: u16) -> Self {
-        match status {
-            100..=399 => Self::Success,
-            401 | 403 => Self::Auth,
-            408 => Self::Transient,
-            429 => Self::Throttled,
-            400..=499 | 501 | 505 => Self::Permanent,
-            _ => Self::Transient,
-        }
-    }
-
-    /// True if the same request might succeed later: throttled and transient.
-    pub const fn is_retryable(self) -> bool {
-        matches!(self, Self::Throttled | Self::Transient)
-    }
-
-    /// The name of the class in logs and metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Success => "success",
-            Self::Throttled => "throttled",
-            Self::Transient => "transient",
-            Self::Permanent => "permanent",
-            Self::Auth => "auth",
-            Self::Cancelled => "cancelled",
-        }
-    }
-}
+use crate::{Budget, Class, Span, Time};
 
 /// The fault of an attempt without a complete reply. Its class is always [`Class::Transient`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -141,7 +78,8 @@ pub struct FailedAttempt {
     pub is_repeatable: bool,
     /// The reason why the request can't be sent again. `None` if it can.
     pub unreplayable_reason: Option<UnreplayableReason>,
-    /// True if the server asks not to send it again, whatever its class.
+    /// True if the server asks not to send it again, whatever its class. A spent quota may still be followed by a request
+    /// with another credential.
     pub asks_not_to_retry: bool,
     /// The wait that the server asks for. Zero is the same as `None`.
     pub retry_after: Option<Span>,
@@ -149,6 +87,18 @@ pub struct FailedAttempt {
     pub has_reservation: bool,
     /// True if another credential could be used immediately.
     pub has_other_credential: bool,
+}
+
+impl FailedAttempt {
+    /// True if its retry is taken from the budget: it would add to an outage. A retry after a wait that the server has
+    /// named is expected.
+    pub fn spends_budget(&self) -> bool {
+        match self.class {
+            Class::Transient => true,
+            Class::Unavailable => self.retry_after.is_none_or(Span::is_zero),
+            _ => false,
+        }
+    }
 }
 
 /// The rules of retries. At most `max_attempts + max_token_retries` requests are sent for one call.
@@ -253,13 +203,15 @@ impl RetryTracker {
         now: Time,
         rng: &mut impl Rng,
     ) -> Result<Time, NoRetryReason> {
-        let switches_credential = attempt.class == Class::Throttled
-            && attempt.has_other_credential
-            && self.token_retries < retry.max_token_retries;
+        // A provider that asks not to retry a spent quota means the credential.
+        let may_switch =
+            attempt.class == Class::Quota || attempt.class == Class::Throttled && !attempt.asks_not_to_retry;
+        let switches_credential =
+            may_switch && attempt.has_other_credential && self.token_retries < retry.max_token_retries;
         if !switches_credential {
             self.attempts = self.attempts.saturating_add(1);
         }
-        if attempt.asks_not_to_retry || !attempt.class.is_retryable() {
+        if !switches_credential && attempt.asks_not_to_retry || !attempt.class.is_retryable() {
             return Err(NoRetryReason::Final);
         }
         if !attempt.is_repeatable {
@@ -285,7 +237,7 @@ impl RetryTracker {
         }
         if switches_credential {
             self.token_retries += 1;
-        } else if attempt.class == Class::Transient && budget.is_some_and(|budget| !budget.take()) {
+        } else if attempt.spends_budget() && budget.is_some_and(|budget| !budget.take()) {
             return Err(NoRetryReason::BudgetSpent);
         }
         Ok(at)

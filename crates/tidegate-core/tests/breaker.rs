@@ -21,7 +21,7 @@ fn rng() -> rand::rngs::SmallRng {
 }
 
 fn report(breaker: &mut Breaker, permit: BreakerPermit, class: Class, now: Time) {
-    breaker.report(permit, class, QUICK, now, &mut rng());
+    breaker.report(permit, class, Span::ZERO, now, &mut rng());
 }
 
 /// Makes a call that is admitted and immediately answered.
@@ -93,7 +93,7 @@ fn failures_beside_unfinished_calls_open_nothing() {
     let mut breaker = new(BreakerSpec::default());
     for failures in 1..=200 {
         let permit = breaker.take(test_time(0)).expect("let through");
-        breaker.report_beside(permit, (Class::Transient, QUICK), failures == 200, test_time(0), &mut rng());
+        breaker.report_beside(permit, (Class::Transient, Span::ZERO), failures == 200, test_time(0), &mut rng());
         let expected = if failures == 200 { BreakerState::Open } else { BreakerState::Closed };
         assert_eq!((breaker.state(test_time(0)), breaker.failures()), (expected, failures));
     }
@@ -263,7 +263,7 @@ fn open_times_may_be_jittered() {
             let mut rng: rand::rngs::SmallRng = rand::SeedableRng::seed_from_u64(seed);
             let mut breaker = new(BreakerSpec { failures: Some(1), open, ..BreakerSpec::default() });
             let permit = breaker.take(test_time(0)).unwrap();
-            breaker.report(permit, Class::Transient, QUICK, test_time(0), &mut rng);
+            breaker.report(permit, Class::Transient, Span::ZERO, test_time(0), &mut rng);
             breaker.take(test_time(0)).unwrap_err().reset_in
         })
         .collect();
@@ -460,6 +460,30 @@ fn a_clock_step_back_lengthens_no_ramp() {
     let passed = (0..100).filter(|_| breaker.take(test_time(0)).is_ok()).count();
     assert_eq!(passed, 10, "the ramp begins anew");
     assert!((0..10).all(|_| breaker.take(test_time(90_000)).is_ok()));
+}
+
+/// Calls that were sent before a failure came back fail for the same reason.
+#[test]
+fn failures_of_one_burst_count_once() {
+    let mut breaker = Breaker::new(BreakerSpec::default()).unwrap();
+    let fail = |breaker: &mut Breaker, permit, elapsed, now| {
+        breaker.report(permit, Class::Transient, Span::from_millis(elapsed), now, &mut rng());
+    };
+    for burst in 1..=5_u64 {
+        let permits: Vec<_> = (0..100).map(|_| breaker.take(test_time(burst * 1_000)).unwrap()).collect();
+        for (late, permit) in permits.into_iter().enumerate() {
+            fail(&mut breaker, permit, 10 + late as u64, test_time(burst * 1_000 + 10 + late as u64));
+        }
+        assert_eq!(breaker.failures(), burst as u32);
+    }
+    assert_eq!(breaker.state(test_time(6_000)), BreakerState::Open);
+    // If the clock has stepped back since, every failure counts.
+    let mut breaker = Breaker::new(BreakerSpec::default()).unwrap();
+    for failures in 1..=3 {
+        let permit = breaker.take(test_time(0)).unwrap();
+        fail(&mut breaker, permit, 10, test_time(if failures == 1 { 100_000 } else { 10 * failures }));
+    }
+    assert_eq!(breaker.failures(), 3);
 }
 
 #[test]

@@ -14,8 +14,7 @@ use tidegate_testkit::random::{RandomSource, case_count};
 
 /// The maximum lag of `now` for an overtaken call.
 const OVERTAKEN: Span = Span::from_millis(100);
-const CLASSES: [Class; 6] =
-    [Class::Success, Class::Transient, Class::Throttled, Class::Permanent, Class::Auth, Class::Cancelled];
+const CLASSES: [Class; 9] = Class::ALL;
 
 /// A breaker that keeps all calls and counts them again each time.
 struct Model {
@@ -23,6 +22,7 @@ struct Model {
     phase: Phase,
     generation: u64,
     failures: u32,
+    failed_at: Time,
     openings: u32,
     /// Calls as (tenth, failed, slow).
     log: Vec<(u64, bool, bool)>,
@@ -55,6 +55,7 @@ impl Model {
             phase: Phase::Closed,
             generation: 0,
             failures: 0,
+            failed_at: Time::ZERO,
             openings: 0,
             log: Vec::new(),
             newest: 0,
@@ -142,13 +143,18 @@ impl Model {
             return;
         }
         self.give_back(held);
-        if [Class::Throttled, Class::Cancelled].contains(&class) {
+        if [Class::Throttled, Class::Quota, Class::Cancelled].contains(&class) {
             return;
         }
         self.pass_time(now);
-        let failed = class == Class::Transient;
+        let failed = [Class::Transient, Class::Unavailable, Class::Unknown].contains(&class);
         let slow = self.spec.slow_calls.is_some_and(|slow| slow.threshold < elapsed);
-        self.failures = if failed { self.failures + 1 } else { 0 };
+        let in_burst = self.failures > 0 && now - elapsed < self.failed_at && self.failed_at <= now + OVERTAKEN;
+        if !failed {
+            self.failures = 0;
+        } else if !in_burst {
+            (self.failures, self.failed_at) = (self.failures + 1, now);
+        }
         match &mut self.phase {
             Phase::HalfOpen { successes, .. } => {
                 if failed || slow {
@@ -391,7 +397,7 @@ fn a_clean_breaker_takes_no_lock() {
     let locks = || locked.swap(0, Ordering::Relaxed);
     let at_start = locks();
     assert_eq!(at_start, 1, "to see what it is given");
-    for class in CLASSES.into_iter().filter(|&class| class != Class::Transient) {
+    for class in CLASSES.into_iter().filter(|class| !class.is_failure()) {
         answer(&breaker, class);
         assert_eq!(breaker.peek(test_time(0)), Ok(()));
         breaker.give_back(breaker.take(test_time(0)).unwrap());

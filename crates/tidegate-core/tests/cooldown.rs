@@ -124,7 +124,8 @@ fn random_histories_agree_with_the_model() {
                     let asked = wish.unwrap_or(Span::ZERO);
                     if naive.is_current(through) {
                         let doubled = cooldown.base.times(1 << naive.steps().min(30)).min(cooldown.cap);
-                        naive.events.push(Event::Step(now + doubled.max(asked)));
+                        let is_as_asked = naive.steps() == 0 && !asked.is_zero();
+                        naive.events.push(Event::Step(now + if is_as_asked { asked } else { doubled.max(asked) }));
                     } else if now + asked > naive.until().max(now) {
                         naive.events.push(Event::Longer(now + asked));
                     }
@@ -172,7 +173,10 @@ fn faulty_clocks_neither_block_nor_open_early() {
             if random.chance(60) {
                 let wish = any_wish(&mut random);
                 cooldown.record_throttle(&mut gate, generation, wish, now);
-                let length = cooldown.closing_length(gate.closings_in_row).max(wish.unwrap_or(Span::ZERO));
+                let asked = wish.unwrap_or(Span::ZERO);
+                let is_as_asked = gate.closings_in_row == 1 && !asked.is_zero();
+                let length = cooldown.closing_length(gate.closings_in_row);
+                let length = if is_as_asked { asked } else { length.max(asked) };
                 (opens, longest) = (reading.true_time + length, longest.max(length));
             } else {
                 cooldown.record_success(&mut gate, generation, now);

@@ -14,7 +14,7 @@ use tidegate_core::quota::FixedPeriods;
 use tidegate_core::retry::Delivery;
 use tidegate_core::{
     Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown, CredentialPool, Key, Lane, LanesSpec, Limit,
-    LimitId, LimitKind, Limits, Op, Outcomes, Quota, Retry, Span, Time, Verb, Window,
+    LimitId, LimitKind, Limits, Op, Outcomes, Quota, Retry, Span, Time, Verb, Verdict, Window,
 };
 use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
 
@@ -43,7 +43,7 @@ impl Provider {
         let cooldown = Cooldown { cap: Span::from_secs(8), ..Cooldown::default() };
         let settles = kind.settles();
         let limits = Arc::new(Limits::new(vec![Limit::new(kind), Limit::new(LimitKind::Cooldown(cooldown))]).unwrap());
-        let ceilings = || [ProviderLimit { limit: LimitId::FIRST, measure, settles }].into();
+        let ceilings = || [ProviderLimit { by_scope: false, limit: LimitId::FIRST, measure, settles }].into();
         let mut rules = CallRules {
             provider_limits: Box::default(),
             lane_limits: Default::default(),
@@ -115,7 +115,8 @@ impl Provider {
         assert_eq!(failure, None);
         let sent = self.turn(&mut call, now);
         assert!(matches!(sent, CallProgress::Send { .. }), "{sent:?}");
-        let reply = AttemptReport { retry_after, ..AttemptReport::new(class, Delivery::Answered) };
+        let reply =
+            AttemptReport::from_verdict(Verdict { wait: retry_after, ..Verdict::new(class) }, Delivery::Answered);
         let step = call.handle_reply(&self.rules, &mut self.state, &reply, now, &mut self.rng);
         if let Some(batch) = self.state.store_requests.updates() {
             self.ask(batch, now);
@@ -330,7 +331,8 @@ fn busy() -> (Provider, [Call; 2]) {
 
 impl Provider {
     fn reply(&mut self, call: &mut Call, class: Class, retry_after: Option<Span>, now: Time) {
-        let reply = AttemptReport { retry_after, ..AttemptReport::new(class, Delivery::Answered) };
+        let reply =
+            AttemptReport::from_verdict(Verdict { wait: retry_after, ..Verdict::new(class) }, Delivery::Answered);
         call.handle_reply(&self.rules, &mut self.state, &reply, now, &mut self.rng);
         if let Some(batch) = self.state.store_requests.updates() {
             self.ask(batch, now);

@@ -84,7 +84,8 @@ fn first_number(pointers: &PointerAlternatives, json: &Value) -> Option<u64> {
 
 pub(super) fn is_json(headers: &HeaderMap) -> bool {
     let kind = media_type(headers).map(str::to_ascii_lowercase);
-    kind.is_some_and(|kind| kind == "application/json" || kind.ends_with("+json"))
+    // AWS names its protocols: application/x-amz-json-1.1.
+    kind.is_some_and(|kind| kind == "application/json" || kind.ends_with("+json") || kind.contains("x-amz-json"))
 }
 
 pub(super) fn is_event_stream(headers: &HeaderMap) -> bool {

@@ -309,7 +309,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
-        if matches!(reply.class, Class::Auth | Class::Throttled) || call.has_switched_credential() {
+        let closes = reply.verdict.class == Class::Auth || reply.verdict.class.is_refusal();
+        if closes || reply.verdict.announced_wait().is_some() || call.has_switched_credential() {
             return self.run_credential_step(|StepContext { state, rng, .. }, now| {
                 call.handle_reply(&self.rules, state, reply, now, rng)
             });

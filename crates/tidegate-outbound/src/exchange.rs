@@ -12,18 +12,18 @@ use http::header::{ACCEPT_ENCODING, UPGRADE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
-use tidegate_core::call::AttemptReport;
+use tidegate_core::call::{AttemptReport, CallScope};
 use tidegate_core::retry::{Delivery, TransportFault};
-use tidegate_core::{Class, Clock, Span, Time};
-use tidegate_policy::outbound::{BodyRule, CostRules};
+use tidegate_core::{Class, Clock, Span, Time, Verdict};
+use tidegate_policy::outbound::CostRules;
+use tidegate_policy::verdict::{Classified, RequestFacts};
 use tidegate_policy::{ReplyReservation, Secret, TIDEGATE_RESERVATION};
 use tidegate_store::Store;
 use tower_service::Service;
 
-use super::attempt_classifier::{says_throttled, throttled_report};
 use super::call_headers::has_idempotency_key;
 use super::causes::causes;
-use super::cost::{expected_cost, is_event_stream, is_json};
+use super::cost::{expected_cost, is_json};
 use super::login::{LoginReply, MAX_LOGIN_REPLY};
 use super::progress_timeout::with_progress_timeout;
 use super::reply_body::PeekedBody;
@@ -34,8 +34,8 @@ use super::{
     ReplayBuffer, TargetError, Upstream,
 };
 
-/// The longest body that is searched for the texts of throttling, in bytes.
-const MAX_INSPECTED_BODY: usize = 64 << 10;
+/// The longest time for which a reply of unknown length is held back for a rule that reads it.
+const MAX_READ_TIME: Duration = Duration::from_secs(1);
 
 /// An error of any type.
 pub type BoxError = Box<dyn Error + Send + Sync>;
@@ -84,6 +84,8 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     inner: I,
     parts: Parts,
     body: ReplayBuffer<Q>,
+    /// The request's body, if rules read it, and it is JSON and short enough to be kept.
+    json_body: Option<Bytes>,
     classifier: AttemptClassifier,
     /// The number of attempts before the one that this is a hedge of.
     attempts_before: u64,
@@ -121,7 +123,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
         shared.target.resolve_uri(&mut parts.uri)?;
         let config = shared.provider.config();
         // Replies must not be encoded if their content is read.
-        if config.throttled_when.is_some() || config.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty()) {
+        if config.verdicts.reads_bodies() || config.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty()) {
             parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
         Ok(Self {
@@ -130,6 +132,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
             classifier: AttemptClassifier::new(&parts.method, has_idempotency_key(&parts.headers)),
             parts,
             body: ReplayBuffer::new(body, config.replay_bytes),
+            json_body: None,
             attempts_before: 0,
             was_handed_over: false,
             token: None,
@@ -138,22 +141,34 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
         })
     }
 
-    /// The expected cost of the call, from as much of its body as is available before it is queued. If the rules read
-    /// the cost from the body, and it is JSON, the body is read ahead for `read_timeout` at most.
+    /// Reads the request's body ahead, for `read_timeout` at most, if it is JSON and rules read it.
     ///
     /// # Errors
     /// The caller's body failed, or didn't arrive in time.
-    pub(super) async fn expected_cost(&mut self, rules: &CostRules, read_timeout: Duration) -> Result<u64, SendError> {
-        let mut body = None;
-        if !rules.request.is_empty() && is_json(&self.parts.headers) {
-            body =
-                tokio::time::timeout(read_timeout, self.body.read_ahead()).await.map_err(|_| SendError::BodyTimeout)?;
+    pub(super) async fn read_json_body(&mut self, read_timeout: Duration) -> Result<(), SendError> {
+        if is_json(&self.parts.headers) {
+            let read = tokio::time::timeout(read_timeout, self.body.read_ahead());
+            self.json_body = read.await.map_err(|_| SendError::BodyTimeout)?;
         }
-        if self.body.is_broken() {
-            return Err(SendError::BrokenBody);
-        }
-        let cost = expected_cost(rules, self.body.min_size(), body.as_deref());
-        Ok(cost.min(self.shared.max_cost))
+        if self.body.is_broken() { Err(SendError::BrokenBody) } else { Ok(()) }
+    }
+
+    /// The expected cost of the call, from as much of its body as is available before it is queued.
+    pub(super) fn expected_cost(&self, rules: &CostRules) -> u64 {
+        let body = self.json_body.as_deref().filter(|_| !rules.request.is_empty());
+        expected_cost(rules, self.body.min_size(), body).min(self.shared.max_cost)
+    }
+
+    /// The route and the scope of the call.
+    pub(super) fn call_scope(&self) -> CallScope {
+        let provider = &self.shared.provider.0;
+        provider.config().verdicts.call_scope(&self.facts(), provider.rules.key)
+    }
+
+    fn facts(&self) -> RequestFacts<'_> {
+        let (target, Parts { method, uri, headers, .. }) = (&self.shared.target, &self.parts);
+        let facts = RequestFacts::new(method, target.host(uri), target.request_path(uri), headers);
+        facts.with_body(self.json_body.as_deref())
     }
 
     fn fault_outcome<B>(&self, error: SendError, fault: TransportFault) -> AttemptOutcome<ExchangeResult<B>> {
@@ -228,6 +243,41 @@ where
         }
     }
 
+    /// The verdict on a reply, with as much of its body as rules ask for.
+    async fn classify(
+        &mut self,
+        head: &http::response::Parts,
+        body: B,
+        now: Time,
+    ) -> Result<(Classified, PeekedBody<B>), BoxError> {
+        let provider = &self.shared.provider.0;
+        let config = provider.config();
+        let limit = config.verdicts.body_limit(&self.facts(), head.status, &head.headers);
+        let size = body.size_hint();
+        // Long replies are not held back.
+        let limit = limit.filter(|limit| size.lower() <= *limit as u64);
+        let peeked = match limit {
+            None => PeekedBody::unread(body),
+            Some(limit) => {
+                let max_time = size.exact().is_none().then_some(MAX_READ_TIME);
+                // Boxed, because replies that aren't read would need the memory for it too.
+                Box::pin(PeekedBody::read(body, limit, max_time)).await.map_err(Into::into)?
+            }
+        };
+        let read = Some(&*peeked.read_ahead).filter(|_| limit.is_some() && peeked.is_complete());
+        let key = provider.rules.key;
+        let mut classified = config.verdicts.classify(&self.facts(), head.status, &head.headers, read, key, now);
+        let verdict = &mut classified.verdict;
+        if verdict.class == Class::Quota
+            && verdict.wait.is_none()
+            && let Some((quota, ends)) = config.next_quota_end(provider.outbound_config.limits(), now)
+        {
+            (verdict.spent_quota, verdict.wait) = (Some(quota), Some(ends.since(now)));
+        }
+        self.shared.verdict_log.note(&config.name, head.status, &classified, now);
+        Ok((classified, peeked))
+    }
+
     async fn process_response(
         &mut self,
         response: Response<B>,
@@ -241,36 +291,20 @@ where
         if has_switched && !self.parts.headers.contains_key(UPGRADE) {
             return self.fault_outcome(SendError::UnrequestedSwitch, TransportFault::InvalidReply);
         }
-        let mut report =
-            self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
-        if report.has_reservation
-            && let (Some(token), Some(wait)) = (reservation_to_present(&head.headers), report.retry_after)
+        let (classified, mut peeked) = match self.classify(&head, body, now).await {
+            Ok(classified) => classified,
+            Err(error) => {
+                let error = redact_error(error, sent_secret.as_deref());
+                return self.fault_outcome(error, TransportFault::InvalidReply);
+            }
+        };
+        let mut report = self.classifier.reply_report(classified.verdict, self.body.unreplayable_reason());
+        if report.verdict.has_reservation
+            && let (Some(token), Some(wait)) = (reservation_to_present(&head.headers), report.verdict.wait)
         {
             self.reservations.retain(|held| held.credential != credential);
             self.reservations.push(HeldReservation { token, credential, usable_from: now + wait });
         }
-        // A stream of events isn't a single document, and reading ahead would delay it.
-        let is_applicable = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);
-        let rule = provider.config().throttled_when.as_ref().filter(is_applicable);
-        let mut peeked = match rule {
-            None => PeekedBody::unread(body),
-            Some(rule) => {
-                // Boxed, because replies that aren't inspected would need the memory for it too.
-                let peeked = match Box::pin(PeekedBody::read(body, MAX_INSPECTED_BODY)).await {
-                    Ok(peeked) => peeked,
-                    Err(error) => {
-                        let error = redact_error(error.into(), sent_secret.as_deref());
-                        return self.fault_outcome(error, TransportFault::InvalidReply);
-                    }
-                };
-                if peeked.is_complete() && says_throttled(rule, &peeked.read_ahead) {
-                    let limits = provider.0.outbound_config.limits();
-                    let quota_end = rule.spends_quota.then(|| provider.config().next_quota_end(limits, now)).flatten();
-                    report = throttled_report(report, quota_end, now);
-                }
-                peeked
-            }
-        };
         // After a protocol switch, the caller exchanges data with the provider until it drops the response.
         report.is_streaming = !peeked.is_complete() || has_switched;
         report.is_tunnel = has_switched;
@@ -311,7 +345,7 @@ where
                 let fault = if self.was_handed_over { TransportFault::TimedOut } else { TransportFault::Unsent };
                 let mut outcome = self.fault_outcome(SendError::TimedOut, fault);
                 if quiet_for < attempt.conclusive_after {
-                    outcome.report.class = Class::Cancelled;
+                    outcome.report.verdict = Verdict::new(Class::Cancelled);
                 }
                 outcome
             }
@@ -324,6 +358,7 @@ where
             inner: self.inner.clone(),
             parts: self.parts.clone(),
             body: self.body.clone(),
+            json_body: self.json_body.clone(),
             attempts_before: self.body.attempt_count(),
             token: self.token.clone(),
             reservations: Vec::new(),
@@ -371,7 +406,7 @@ where
     let request = request.map(|body| ReplayBody::from_bytes(body.expose().to_owned()));
     let response = inner.call(request).await.map_err(fault)?;
     let (head, body) = response.into_parts();
-    let peeked = PeekedBody::read(body, MAX_LOGIN_REPLY).await.map_err(|_| TransportFault::InvalidReply)?;
+    let peeked = PeekedBody::read(body, MAX_LOGIN_REPLY, None).await.map_err(|_| TransportFault::InvalidReply)?;
     Ok(Response::from_parts(head, peeked.read_ahead))
 }
 

@@ -71,5 +71,5 @@ impl<S: Store, C: Clock> Provider<S, C> {
 
 /// True if the outcome is final: waiting for the other request can't give a better one.
 fn is_decisive<T>(outcome: &AttemptOutcome<T>) -> bool {
-    matches!(outcome.report.class, Class::Success | Class::Permanent)
+    matches!(outcome.report.verdict.class, Class::Success | Class::Permanent)
 }

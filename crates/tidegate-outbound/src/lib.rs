@@ -35,6 +35,7 @@ mod snapshot;
 mod sse;
 mod target;
 mod urgency;
+mod verdict_log;
 
 use std::fmt;
 use std::future::Future;
@@ -42,7 +43,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use attempt_classifier::AttemptClassifier;
-pub use attempt_classifier::{HeadClassification, fault_of};
+pub use attempt_classifier::fault_of;
 pub use call_headers::{
     CallHeaderError, IDEMPOTENCY_KEY, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT, has_idempotency_key, take_call_options,
 };
@@ -70,9 +71,9 @@ pub use snapshot::{Snapshot, SnapshotError};
 use target::Target;
 pub use target::TargetError;
 pub use tidegate_core::breaker::BreakerState;
-pub use tidegate_core::call::AttemptReport;
+pub use tidegate_core::call::{AttemptReport, CallScope};
 pub use tidegate_core::retry::{Delivery, UnreplayableReason};
-pub use tidegate_core::{Class, Lane};
+pub use tidegate_core::{Class, Lane, Scope, Verdict};
 use tidegate_core::{Clock, Span};
 use tidegate_policy::outbound::{self, UnknownProviderError};
 use tidegate_policy::{KeySeed, Policy, StoreUrl};
@@ -267,6 +268,8 @@ pub struct CallOptions {
     pub cost: u64,
     /// The time limit of the whole call. Default: that of its lane.
     pub timeout: Option<Duration>,
+    /// The route and the scope of the call. Default: unknown; an [`OutboundLayer`] derives them from the request.
+    pub scope: CallScope,
     /// The means to raise its priority while it waits.
     pub urgency: Option<Urgency>,
     /// The time that the caller has already waited, for [`CallStats::waited`]. The timeout doesn't include it. Default
@@ -276,7 +279,14 @@ pub struct CallOptions {
 
 impl Default for CallOptions {
     fn default() -> Self {
-        Self { lane: Lane::default(), cost: 1, timeout: None, urgency: None, waited: Span::ZERO }
+        Self {
+            lane: Lane::default(),
+            cost: 1,
+            timeout: None,
+            scope: CallScope::default(),
+            urgency: None,
+            waited: Span::ZERO,
+        }
     }
 }
 

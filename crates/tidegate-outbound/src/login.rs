@@ -11,15 +11,15 @@ use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Uri};
 use serde_json::Value;
-use tidegate_core::retry::{Class, TransportFault};
-use tidegate_core::{Span, Time};
+use tidegate_core::retry::TransportFault;
+use tidegate_core::{Class, Span, Time};
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Login, ProviderConfig};
+use tidegate_policy::verdict::Classified;
 
 pub use self::error::LoginError;
 use self::token_slot::TokenSlot;
 pub(crate) use self::token_slot::{LoginFailure, LoginToken};
-use super::attempt_classifier::HeadClassification;
 use super::{CredentialError, Credentials, Target, TargetError};
 
 /// The longest login reply that is read, in bytes.
@@ -141,9 +141,9 @@ impl Logins {
         let Self { login, target, .. } = self;
         let status = response.status();
         if !status.is_success() {
-            let head = HeadClassification::read(status, response.headers(), now);
-            let class = if head.class == Class::Success { Class::Permanent } else { head.class };
-            return Err(LoginError::Refused { status, class, retry_after: head.requested_wait(now) });
+            let verdict = Classified::of_head(status, response.headers(), now).verdict;
+            let class = if verdict.class == Class::Success { Class::Permanent } else { verdict.class };
+            return Err(LoginError::Refused { status, class, retry_after: verdict.wait });
         }
         if response.body().len() > MAX_LOGIN_REPLY {
             return Err(LoginError::NotJson);
@@ -341,7 +341,7 @@ mod tests {
                 let failure = logins.token(0, &Secret::new("key"), now, throttles).await.unwrap_err();
                 assert_eq!(sent.load(Ordering::SeqCst), logins_sent, "{asked:?} after {after} s");
                 let wait = if logins_sent == 1 { quiet - after } else { quiet };
-                assert_eq!(failure.attempt_report(now).retry_after, Some(Span::from_secs(wait)));
+                assert_eq!(failure.attempt_report(now).verdict.wait, Some(Span::from_secs(wait)));
             }
         }
     }
@@ -387,7 +387,7 @@ mod tests {
             (401, PLANTED.to_owned(), Class::Auth),
             (403, PLANTED.to_owned(), Class::Throttled),
             (429, PLANTED.to_owned(), Class::Throttled),
-            (503, PLANTED.to_owned(), Class::Transient),
+            (503, PLANTED.to_owned(), Class::Unavailable),
         ] {
             let logins = logins();
             let reply = Response::builder().status(status).header("retry-after", "7").body(Bytes::from(body)).unwrap();
@@ -397,9 +397,13 @@ mod tests {
             let text = format!("{error} {failure:?} {logins:?} {:?}", logins.login);
             assert!(!text.contains(PLANTED), "{text}");
             let report = failure.attempt_report(NOW + Span::from_secs(1));
-            assert_eq!((report.class, report.is_repeatable), (class, true), "{error}");
+            assert_eq!((report.verdict.class, report.is_repeatable), (class, true), "{error}");
             let wait = class.is_retryable().then_some(Span::from_secs(6));
-            assert_eq!((report.retry_after, report.rejects_credential), (wait, class == Class::Auth), "{error}");
+            assert_eq!(
+                (report.verdict.wait, report.verdict.rejects_credential),
+                (wait, class == Class::Auth),
+                "{error}"
+            );
         }
         let token = token(&logins(), &Server::default(), NOW, 200).await.unwrap();
         assert!(!format!("{token:?}").contains(PLANTED));

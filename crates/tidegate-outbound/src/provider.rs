@@ -171,11 +171,11 @@ impl<S: Store, C: Clock> Provider<S, C> {
         options: CallOptions,
         upstream: &mut U,
     ) -> Result<CompletedCall<U::Reply, S, C>, CallError<(U::Reply, InFlightGuard<S, C>)>> {
-        let CallOptions { lane, cost, timeout, urgency, waited } = options;
+        let CallOptions { lane, cost, timeout, scope, urgency, waited } = options;
         let lane = if self.config().sequential { Lane::User } else { lane };
         let started_at = self.0.clock.now();
         let deadline = timeout.map(|timeout| started_at + Span::from_duration(timeout));
-        let call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
+        let call = Call::new(&self.0.rules, lane, cost, deadline, started_at).with_scope(scope);
         let urgency = urgency.as_ref();
         let mut call_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(call) };
         let mut stats = CallStats { attempts: 0, waited, credential: 0 };
@@ -198,7 +198,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             match next_step {
                 NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
                 NextStep::Failed(failure) => {
-                    let kind = self.failure_kind(failure, outcome.report.class, stats);
+                    let kind = self.failure_kind(failure, outcome.report.verdict.class, stats);
                     let CompletedCall { value, in_flight_guard, .. } = call_guard.complete(outcome, stats);
                     return Err(self.call_error(kind, Some((value, in_flight_guard)), stats));
                 }
@@ -245,7 +245,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         if let CallErrorKind::RetriesExhausted { attempts, earliest } = &mut kind {
             // Attempts with other credentials and hedges are attempts, too.
             *attempts = stats.attempts;
-            *earliest = if class == Class::Throttled { self.0.cooling_until() } else { None };
+            *earliest = if class.is_refusal() || class == Class::Unavailable { self.0.cooling_until() } else { None };
         }
         kind
     }

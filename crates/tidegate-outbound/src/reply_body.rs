@@ -4,6 +4,7 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
@@ -11,6 +12,7 @@ use tidegate_core::Clock;
 use tidegate_policy::Secret;
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
+use tokio::time::Instant;
 
 use super::InFlightGuard;
 use super::cost::CostReader;
@@ -41,13 +43,22 @@ impl<B: Body<Data = Bytes>> PeekedBody<B> {
         Self { read_ahead: Bytes::new(), trailers: None, remaining, secret: None }
     }
 
-    /// Reads a body ahead until it ends, or until more than `limit` bytes of it are read.
-    pub(super) async fn read(body: B, limit: usize) -> Result<Self, B::Error> {
+    /// Reads a body ahead until it ends, until more than `limit` bytes of it are read, or for `max_time`.
+    pub(super) async fn read(body: B, limit: usize, max_time: Option<Duration>) -> Result<Self, B::Error> {
         let mut peeked = Self::unread(body);
         let mut buffer = BytesMut::new();
+        let ends_at = max_time.map(|time| Instant::now() + time);
         while buffer.len() <= limit {
             let Some(remaining) = &mut peeked.remaining else { break };
-            match std::future::poll_fn(|context| remaining.as_mut().poll_frame(context)).await {
+            let next = std::future::poll_fn(|context| remaining.as_mut().poll_frame(context));
+            let next = match ends_at {
+                None => next.await,
+                Some(ends_at) => match tokio::time::timeout_at(ends_at, next).await {
+                    Ok(next) => next,
+                    Err(_) => break,
+                },
+            };
+            match next {
                 None => peeked.remaining = None,
                 Some(Err(error)) => return Err(error),
                 Some(Ok(frame)) => match frame.into_data() {

@@ -21,8 +21,9 @@ use tower_service::Service;
 use super::cost::CostReader;
 use super::exchange::{BoxError, Exchange, FaultClassifier, SendError};
 use super::reply_body::PeekedBody;
+use super::verdict_log::VerdictLog;
 use super::{
-    CallError, CallErrorKind, CallOptions, CallStats, CompletedCall, CredentialError, Credentials, Logins,
+    CallError, CallErrorKind, CallOptions, CallScope, CallStats, CompletedCall, CredentialError, Credentials, Logins,
     OutboundBody, Provider, ReplayBody, Target, TargetError, fault_of,
 };
 
@@ -87,6 +88,7 @@ pub(super) struct OutboundLayerInner<S: Store, C: Clock> {
     /// The largest cost that is reserved for a call.
     pub max_cost: u64,
     pub fault_classifier: Arc<FaultClassifier>,
+    pub verdict_log: Arc<VerdictLog>,
 }
 
 /// The reason why a call through an [`OutboundLayer`] has no response at all. Never contains a credential.
@@ -144,6 +146,7 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
             mount_path: None,
             max_cost: config.max_cost(provider.0.outbound_config.limits()),
             fault_classifier: Arc::new(fault_of),
+            verdict_log: Arc::default(),
             provider,
         })))
     }
@@ -185,6 +188,7 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
             mount_path: old.mount_path.clone(),
             max_cost: old.max_cost,
             fault_classifier: Arc::clone(&old.fault_classifier),
+            verdict_log: Arc::clone(&old.verdict_log),
         };
         change(&mut inner);
         Self(Arc::new(inner))
@@ -303,15 +307,23 @@ impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
     {
         let mut exchange = Exchange::new(self, inner, request);
         let cost_rules = self.provider.config().cost.as_ref();
+        let reads_request = self.provider.config().verdicts.reads_request_bodies();
         async move {
             let exchange = exchange.as_mut().map_err(|error| *error)?;
             let is_default_cost = options.cost == CallOptions::default().cost;
-            if let Some(rules) = cost_rules.filter(|_| is_default_cost) {
+            let cost_to_read = cost_rules.filter(|_| is_default_cost);
+            if reads_request || cost_to_read.is_some_and(|rules| !rules.request.is_empty()) {
                 let started_at = self.provider.clock().now();
                 let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
-                options.cost = exchange.expected_cost(rules, timeout).await?;
+                exchange.read_json_body(timeout).await?;
                 let elapsed = self.provider.clock().now().since(started_at).as_duration();
                 options.timeout = Some(timeout.saturating_sub(elapsed));
+            }
+            if let Some(rules) = cost_to_read {
+                options.cost = exchange.expected_cost(rules);
+            }
+            if options.scope == CallScope::default() {
+                options.scope = exchange.call_scope();
             }
             let to_response = |reply: Response<PeekedBody<B>>, stats: CallStats, guard, cost_reader| {
                 let mut response = reply.map(|body| body.into_body(guard, cost_reader));

@@ -97,6 +97,18 @@ impl Target {
         if self.has_credential_in_url() { self.prepare_request(parts, secret) } else { self.set_headers(parts, secret) }
     }
 
+    /// Returns the caller's path of a request, before or after [`resolve_uri`](Self::resolve_uri): that below the base URL.
+    pub(super) fn request_path<'u>(&self, uri: &'u Uri) -> &'u str {
+        let Some(base) = &self.base else { return uri.path() };
+        let below_base = || url_path_below_base(base, uri).ok();
+        if uri.authority().is_some() { below_base().unwrap_or(uri.path()) } else { uri.path() }
+    }
+
+    /// Returns the host that requests are sent to.
+    pub(super) fn host<'u>(&'u self, uri: &'u Uri) -> &'u str {
+        self.base.as_ref().map_or_else(|| uri.host().unwrap_or_default(), |base| base.authority().host())
+    }
+
     fn has_credential_in_url(&self) -> bool {
         matches!(self.auth, Auth::Query { .. } | Auth::Path)
     }

@@ -42,7 +42,6 @@ mod edit;
 mod environment;
 mod error;
 mod forwarding;
-mod hints;
 mod host;
 mod key;
 mod listen;
@@ -71,6 +70,7 @@ pub mod sections;
 pub mod settings;
 pub mod store;
 mod units;
+pub mod verdict;
 
 pub use address::{ListStatus, Networks, canonical_ip};
 pub use builder::{
@@ -79,7 +79,6 @@ pub use builder::{
 pub use edit::{EditedLimit, LimitTermsError};
 pub use error::{Error, ErrorLocation, Errors, Note};
 pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
-pub use hints::Hints;
 pub use host::{is_host, is_same_host};
 pub use key::{
     KeyError, KeyPart, KeySeed, MissingPartError, OnMissing, PLATFORMS, UncountableError, UnknownPlatformError,
@@ -107,3 +106,4 @@ pub use sections::{
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;
 pub use units::{parse_bytes, parse_duration};
+pub use verdict::Hints;

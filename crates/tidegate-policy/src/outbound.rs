@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::{HeaderName, HeaderValue};
 use tidegate_core::call::{CallRules, Measure, ProviderLimit, ProviderState};
 use tidegate_core::{
     AdaptiveLimit, AdaptiveLimitSpec, AdaptiveRate, AdaptiveRateSpec, Balance, Breaker, BreakerSpec, CredentialPool,
@@ -19,6 +19,7 @@ use crate::listen::ListenConfig;
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
 use crate::secret::{Secret, SecretSource};
+use crate::verdict::VerdictRules;
 
 mod description;
 mod hours;
@@ -170,8 +171,8 @@ pub struct ProviderConfig {
     pub replay_bytes: usize,
     /// The rules for caching its replies; nothing is cached by default.
     pub cache: Option<CacheRules>,
-    /// The rule for replies whose body reports too many calls although their status doesn't.
-    pub throttled_when: Option<BodyRule>,
+    /// The rules by which its replies are understood.
+    pub verdicts: VerdictRules,
     /// The time without the head of a reply after which a second request is sent beside the first, shorter than
     /// [`attempt_timeout`](Self::attempt_timeout). The first good reply of both is taken. It is sent only if that does
     /// no harm, at most once an attempt, and only if limits, breaker and the retry budget grant it at once. Never by
@@ -439,30 +440,6 @@ impl Default for CacheRules {
     /// As HTTP defines, separately for each credential, up to 1 MiB, and only while fresh.
     fn default() -> Self {
         Self { ttl: None, shared: false, stale: Duration::ZERO, max_body: 1 << 20 }
-    }
-}
-
-/// A rule for replies whose JSON body reports too many calls.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct BodyRule {
-    /// The statuses of replies that the rule is for.
-    pub statuses: Vec<u16>,
-    /// JSON pointers (RFC 6901) and the texts that the strings there must contain, in any case; all must match.
-    pub contains: Vec<(String, String)>,
-    /// True if the credential then has nothing left until the quota's period ends.
-    pub spends_quota: bool,
-}
-
-impl BodyRule {
-    /// Creates a rule for replies of this status whose body contains all of these texts.
-    pub fn new(status: u16, contains: Vec<(String, String)>) -> Self {
-        Self { statuses: vec![status], contains, spends_quota: false }
-    }
-
-    /// True if the rule is for replies of this status.
-    pub fn matches_status(&self, status: StatusCode) -> bool {
-        self.statuses.contains(&status.as_u16())
     }
 }
 

@@ -420,7 +420,7 @@ impl<'s> Simulation<'s> {
 
     fn handle_attempt_end(&mut self, id: CallId, report: &AttemptReport) {
         let now = self.events.now;
-        self.stats.record_attempt_end(report.class == Class::Success, now);
+        self.stats.record_attempt_end(report.verdict.class == Class::Success, now);
         let admission = self.admission_of(self.calls[id.index].node);
         let call = &mut self.calls[id.index];
         // Later replies and timeouts of this attempt are ignored.
@@ -437,7 +437,7 @@ impl<'s> Simulation<'s> {
                 let admitted = retry.admitted;
                 match client.end_attempt(retry, report, time_left) {
                     Some(wait) => self.events.schedule_after(wait, SimEvent::CallResumes(id)),
-                    None => self.finish_call(id, CallOutcome::of_last_reply(report.class)),
+                    None => self.finish_call(id, CallOutcome::of_last_reply(report.verdict.class)),
                 }
                 if let Some(index) = admission {
                     self.admissions[index].record_end(admitted, AttemptResult::of(report), now);

@@ -58,7 +58,7 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
     /// [`Breaker::report`].
     #[inline]
     pub fn report(&self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
-        if class == Class::Transient || self.clean_generation().is_none() {
+        if class.is_failure() || self.clean_generation().is_none() {
             self.with(|breaker| breaker.report(permit, class, elapsed, now, rng));
         }
     }

@@ -12,12 +12,13 @@ impl Call {
     /// given back if it isn't sent. `None` if the budget is spent or no request is under way. It is started like every
     /// call, but is sent at once or not at all: see [`cancel_queued_hedge`](Self::cancel_queued_hedge).
     pub fn new_hedge(&self, state: &ProviderState) -> Option<Self> {
-        let sent = matches!(self.stage, CallStage::Sent(_));
+        let sent = matches!(self.stage, CallStage::Sent(..));
         (sent && state.budget.take()).then_some(Self {
             stage: CallStage::Idle,
             holds_budget_retry: true,
             is_hedge: true,
             has_reservation: false,
+            keeps_place: false,
             ..*self
         })
     }

@@ -13,6 +13,7 @@ pub struct InFlight {
     charged_lane: Lane,
     credential: usize,
     cost: u64,
+    scope: u64,
     charged_at: Time,
     counted_at: Time,
 }
@@ -26,8 +27,8 @@ impl Call {
             debug_assert_eq!(streaming_credential, credential);
             (self.stage, streaming_lane) = (CallStage::Idle, Some(lane));
         }
-        let Self { is_tunnel, charged_lane, cost, charged_at, counted_at, .. } = *self;
-        InFlight { streaming_lane, is_tunnel, charged_lane, credential, cost, charged_at, counted_at }
+        let Self { is_tunnel, charged_lane, charged_scope: scope, cost, charged_at, counted_at, .. } = *self;
+        InFlight { streaming_lane, is_tunnel, charged_lane, credential, cost, scope, charged_at, counted_at }
     }
 }
 
@@ -54,7 +55,7 @@ impl InFlight {
         updates.set_charged(self.charged_at, self.counted_at);
         let verb = if cost > self.cost { Verb::Debit } else { Verb::Refund };
         let difference = cost.abs_diff(self.cost);
-        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, self.credential) {
+        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, self.credential, self.scope) {
             if provider_limit.measure == Measure::Cost && difference > 0 {
                 push_required(updates, Op::new(provider_limit.limit, verb, key, difference));
             }

@@ -4,7 +4,9 @@ use alloc::vec::Vec;
 
 use rand_core::Rng;
 
-use super::{CallFailure, CallRules, MAX_LEAD, ProviderStats, RejectedCredentials};
+use super::routes::Routes;
+use super::scopes::Scopes;
+use super::{CallFailure, CallRules, MAX_LEAD, ProviderStats};
 use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
@@ -31,6 +33,8 @@ pub struct ProviderState {
     /// With a pace and a single credential, a throttled reply without a retry time doesn't start the cool-down.
     pub pace: Option<Pace>,
     pub(super) remaining_trackers: Vec<RemainingTracker>,
+    pub(super) scopes: Scopes,
+    pub(super) routes: Routes,
     /// The calls in flight whose connections have switched protocols.
     pub(super) tunnels: u32,
     /// True if the last throttled reply had a reservation.
@@ -88,7 +92,7 @@ impl RoundTripStats {
         let excess = elapsed.as_micros() - quickest.as_micros();
         if delivery == Delivery::Answered {
             self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
-            if matches!(class, Class::Success | Class::Permanent | Class::Auth) {
+            if class.proves_provider() {
                 (self.good_at, self.failing_since) = (now, None);
                 self.update_smoothed(elapsed.as_micros());
             }
@@ -137,6 +141,8 @@ impl ProviderState {
         let mut state = Self {
             lanes: Lanes::new(rules.lanes),
             remaining_trackers: alloc::vec![RemainingTracker::default(); trackers],
+            scopes: Scopes::default(),
+            routes: Routes::new(pool.size()),
             tunnels: 0,
             gives_reservations: false,
             pool: pool.with_max_in_flight(rules.max_in_flight_per_credential),
@@ -161,10 +167,17 @@ impl ProviderState {
         self.breaker.reset();
         self.pool.end_all_cooldowns();
         self.remaining_trackers.fill(RemainingTracker::default());
+        self.scopes.clear();
+        self.routes.clear();
         (self.pace, self.adaptive_limit, self.lead) = (pace, limit, rules.lead);
         self.gives_reservations = false;
         self.apply_adaptive_limit(rules);
-        self.lanes.clear_refusals();
+        self.lanes.clear_all_refusals();
+    }
+
+    /// The number of scopes that are closed now, each with each credential.
+    pub fn closed_scopes(&self, now: Time) -> usize {
+        self.scopes.closed(now)
     }
 
     /// Continues with what an adaptive limit has [learnt](AdaptiveLimit::learnt) before.
@@ -199,18 +212,22 @@ impl ProviderState {
         }
     }
 
-    /// The next credential to try, other than those that were rejected.
-    #[cold]
-    pub(super) fn other_credential(
+    /// The next credential to try for a scope (0 for none), except those that are excluded.
+    pub(super) fn credential_except(
         &mut self,
+        is_excluded: impl Fn(usize) -> bool,
+        scope: u64,
         cost: u64,
-        rejected: RejectedCredentials,
         now: Time,
         rng: &mut impl Rng,
     ) -> Option<usize> {
+        let tracks = !self.remaining_trackers.is_empty();
         loop {
-            let credential = self.pool.next_except(|credential| rejected.contains(credential), now, rng)?;
-            if self.has_enough_left(credential, cost, now) {
+            let Self { pool, scopes, .. } = self;
+            let mut is_free = |it| scope == 0 || scopes.free_at(scope, it, cost, tracks, now) <= now;
+            let credential =
+                pool.next_except(|credential| is_excluded(credential) || !is_free(credential), now, rng)?;
+            if scope != 0 || self.has_enough_left(credential, cost, now) {
                 return Some(credential);
             }
         }

@@ -1,8 +1,12 @@
 //! The refusals of a call's turn: the wait until its next turn, or its failure.
 
+use super::scopes::Scopes;
 use super::{Call, CallFailure, CallProgress, CallRules, MIN_CREDENTIAL_WAIT, Measure, ProviderState};
 use crate::lanes::{Refusal, RefusalScope, WaitReason};
 use crate::{LimitId, LimitKind, Span, Time};
+
+/// The time after which a call asks again that waits for the end of a call with another credential.
+const BUSY_RECHECK_INTERVAL: Span = Span::from_millis(20);
 
 /// The refusal of a call by one limit, or by the cool-down of a credential.
 pub(super) struct LimitRefusal<'a> {
@@ -54,12 +58,17 @@ impl Call {
         rules: &CallRules,
         state: &mut ProviderState,
         refused: &LimitRefusal<'_>,
+        is_in_scope: bool,
         now: Time,
     ) -> CallProgress {
         let (limit, until) = (refused.limit, refused.until(rules, state));
         let mut lane_limits = rules.lane_limits[self.charged_lane as usize].iter();
         let is_lane_limit = lane_limits.any(|provider_limit| provider_limit.limit == limit);
-        let scope = if is_lane_limit { RefusalScope::Lane } else { RefusalScope::Provider };
+        let scope = match is_lane_limit {
+            _ if is_in_scope => RefusalScope::Part,
+            true => RefusalScope::Lane,
+            false => RefusalScope::Provider,
+        };
         // A call under way may cost less than was reserved for it.
         let may_free_earlier =
             rules.measure(limit) == Some(Measure::Cost) && !until.is_never() && state.lanes.total_in_flight() > 0;
@@ -96,6 +105,57 @@ impl ProviderState {
         if let Some(LimitKind::Quota(_)) = refused.kind {
             self.pool.set_spent_quota(credential, refused.limit, until);
         }
+    }
+
+    /// Records that a limit or the cool-down of a scope refuses it with this credential. Returns false if there is no room
+    /// for the scope.
+    pub(super) fn close_scope(
+        &mut self,
+        scope: u64,
+        credential: usize,
+        rules: &CallRules,
+        refused: &LimitRefusal<'_>,
+        now: Time,
+    ) -> bool {
+        let until = refused.until(rules, self).max(now + MIN_CREDENTIAL_WAIT);
+        self.scopes.close(scope, credential, until, false, now)
+    }
+
+    /// The refusal while none of the other credentials is good for a scope (0 for none).
+    #[cold]
+    pub(super) fn no_credential_except(
+        &mut self,
+        is_excluded: impl Fn(usize) -> bool,
+        scope: u64,
+        cost: u64,
+        now: Time,
+    ) -> Refusal {
+        let tracks = !self.remaining_trackers.is_empty();
+        let Self { pool, scopes, routes, .. } = self;
+        let candidates =
+            (0..pool.size()).filter(|it| !is_excluded(*it) && (pool.size() == 1 || routes.is_enabled(*it, now)));
+        let free_at = |credential: usize, scopes: &mut Scopes| {
+            let cooling = pool.cooling_until(credential);
+            let in_scope = if scope == 0 { now } else { scopes.free_at(scope, credential, cost, tracks, now) };
+            // A credential that is busy becomes free at an unknown time.
+            cooling.unwrap_or(now + BUSY_RECHECK_INTERVAL).max(in_scope)
+        };
+        let closed_until = |credential: usize, scopes: &Scopes| match scope {
+            0 => Time::ZERO,
+            _ => scopes.closed_until(scope, credential),
+        };
+        let mut refusal = Refusal {
+            until: Time::NEVER,
+            closed_until: Time::NEVER,
+            reason: WaitReason::Credentials,
+            scope: RefusalScope::Part,
+        };
+        for credential in candidates {
+            refusal.until = refusal.until.min(free_at(credential, scopes));
+            refusal.closed_until = refusal.closed_until.min(closed_until(credential, scopes));
+        }
+        refusal.closed_until = refusal.closed_until.min(refusal.until);
+        refusal
     }
 
     /// The refusal while no credential is good.

@@ -6,8 +6,16 @@ use super::{
     AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NO_CREDENTIAL, NextStep,
     ProviderState, SentRequest, push_required,
 };
+use crate::breaker::BreakerPermit;
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
-use crate::{Class, MAX_COST, Op, Remaining, Span, Time, Verb};
+use crate::{Batch, Class, Key, MAX_COST, Op, Remaining, Scope, Span, Time, Verb, Verdict};
+
+/// The time after which a credential is tried again whose quota is spent for an unknown time.
+const QUOTA_PROBE_INTERVAL: Span = Span::from_secs(300);
+/// The longest closing, by the costs that stores can hold. A longer one ends with a probe, whose reply closes again.
+const MAX_CLOSING: Span = Span::from_micros(MAX_COST);
+/// The closing until the store tells the length that it has chosen.
+const MIN_CLOSING: Span = Span::from_micros(1);
 
 impl Call {
     /// Handles the end of an attempt and decides the next step.
@@ -20,46 +28,53 @@ impl Call {
         rng: &mut impl Rng,
     ) -> NextStep {
         state.store_requests.updates.clear();
+        let verdict = &reply.verdict;
         let Some(credential) = self.finish_attempt(rules, state, reply, now, rng) else { return NextStep::Done };
         if self.needs_login_renewal(rules, reply, credential) {
             self.renewed_credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
             return NextStep::RenewLogin { credential };
         }
         // A provider that asks not to retry means the rejected credential.
-        if reply.class == Class::Auth
-            && reply.rejects_credential
+        if verdict.class == Class::Auth
+            && verdict.rejects_credential
             && reply.unreplayable_reason.is_none()
             && self.switch_credential(rules, state, credential, now, rng)
         {
             self.end_streaming(state);
             return NextStep::RetryAt(now);
         }
-        if reply.class == Class::Cancelled && now >= self.deadline {
+        if verdict.class == Class::Cancelled && now >= self.deadline {
             return NextStep::Failed(CallFailure::DeadlineExceeded);
         }
-        if matches!(reply.class, Class::Success | Class::Permanent | Class::Auth | Class::Cancelled) {
-            return NextStep::Done;
-        }
         let attempt = FailedAttempt {
-            class: reply.class,
+            class: verdict.class,
             is_repeatable: reply.is_repeatable,
             unreplayable_reason: reply.unreplayable_reason,
-            asks_not_to_retry: reply.asks_not_to_retry,
-            retry_after: reply.retry_after,
+            asks_not_to_retry: verdict.asks_not_to_retry,
+            retry_after: verdict.wait,
             has_reservation: self.has_reservation,
-            has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
+            has_other_credential: verdict.class.is_refusal()
+                && state.pool.next(now, rng).is_some_and(|other| other != credential),
         };
+        match verdict.class {
+            Class::Success | Class::Permanent | Class::Auth | Class::Cancelled => return NextStep::Done,
+            Class::Unknown => return NextStep::Failed(CallFailure::NotRetried(NoRetryReason::NotIdempotent)),
+            Class::Throttled | Class::Quota | Class::Unavailable | Class::Transient => {}
+        }
         let retry = &rules.lane_rules[self.own_lane as usize].retry;
         match self.retry_tracker.next_attempt_at(retry, &attempt, Some(&state.budget), now, rng) {
             Ok(at) => {
-                self.holds_budget_retry = reply.class == Class::Transient;
+                self.holds_budget_retry = attempt.spends_budget();
                 // The reply's body is not read further.
                 self.end_streaming(state);
                 // It waits for its closed credential in the queue, ahead of later calls, unless another would take it.
-                let waits_in_queue = attempt.has_reservation && !attempt.has_other_credential;
+                // A reservation that was of no use is followed by a back-off.
+                let has_time = verdict.announced_wait().is_some() && !reply.presented_reservation;
+                self.keeps_place = attempt.has_reservation || has_time;
+                let waits_in_queue = self.keeps_place && !attempt.has_other_credential;
                 NextStep::RetryAt(if waits_in_queue { now } else { at })
             }
-            Err(reason) => NextStep::Failed(match (reason, reply.spent_quota, reply.retry_after) {
+            Err(reason) => NextStep::Failed(match (reason, verdict.spent_quota, verdict.wait) {
                 (
                     NoRetryReason::RetryAfterTooLong { .. }
                     | NoRetryReason::Deadline { .. }
@@ -74,7 +89,7 @@ impl Call {
 
     /// True if the reply asks for a new login and the request can be sent again after it.
     fn needs_login_renewal(&self, rules: &CallRules, reply: &AttemptReport, credential: usize) -> bool {
-        reply.class == Class::Auth
+        reply.verdict.class == Class::Auth
             && rules.can_renew_login
             && !self.has_renewed(credential)
             && reply.unreplayable_reason.is_none()
@@ -94,8 +109,8 @@ impl Call {
         self.switch_credential(rules, state, credential, now, rng)
     }
 
-    /// Notes that a credential was rejected for this call. Returns true if another one can be tried now. A rejected
-    /// credential is disabled only after another one was accepted for the same request, because a provider may also
+    /// Notes that a credential was rejected for this call. Returns true if another one can be tried before the deadline. A
+    /// rejected credential is disabled only after another one was accepted for the same request, because a provider may also
     /// reject the request.
     fn switch_credential(
         &mut self,
@@ -110,9 +125,17 @@ impl Call {
             return false;
         }
         self.renewed_credential = NO_CREDENTIAL;
-        self.rejected.push(credential)
-            && state.other_credential(self.cost, self.rejected, now, rng).is_some()
-            && self.retry_tracker.take_token_retry(retry)
+        if !self.rejected.push(credential) {
+            return false;
+        }
+        let (rejected, scope) = (self.rejected, state.scopes.key_of(self.scope));
+        let is_rejected = |it: usize| rejected.contains(it);
+        let has_other = state.credential_except(is_rejected, scope, self.cost, now, rng).is_some()
+            || state.routes.has_other(is_rejected, now)
+                && state.no_credential_except(is_rejected, scope, self.cost, now).until < self.deadline;
+        // It waits for the other one at its place in the queue.
+        self.keeps_place = has_other && self.retry_tracker.take_token_retry(retry);
+        self.keeps_place
     }
 
     /// Reports the end of the request under way, if there is one, to all that learn from it. Returns its credential.
@@ -124,43 +147,34 @@ impl Call {
         now: Time,
         rng: &mut impl Rng,
     ) -> Option<usize> {
-        let sent = self.take_sent()?;
-        let elapsed = now.since(sent.sent_at);
-        self.has_reservation = false;
-        if reply.class == Class::Throttled {
-            state.gives_reservations = reply.has_reservation && reply.retry_after.is_some_and(|wait| !wait.is_zero());
+        let (sent, permit) = self.take_sent()?;
+        let verdict = &reply.verdict;
+        let (class, elapsed) = (verdict.class, now.since(sent.sent_at));
+        (self.has_reservation, self.keeps_place) = (false, false);
+        if class == Class::Throttled {
+            state.gives_reservations = verdict.has_reservation && verdict.announced_wait().is_some();
             // A reservation that was of no use may have been used by another request, or the provider keeps none.
             self.has_reservation = state.gives_reservations && !reply.presented_reservation;
         }
         // A provider that gives reservations tells the exact time as it refuses a call.
-        let calls_left = reply.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
-        state.stats.attempts[reply.class as usize] += 1;
+        let calls_left = verdict.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
+        state.stats.attempts[class as usize] += 1;
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }
-        let is_outage = reply.class == Class::Transient
-            && (state.round_trips.record_failure(sent.sent_at, now)
-                || state.lanes.total_in_flight().saturating_sub(state.tunnels) <= 1);
-        state.breaker.report_beside(sent.permit, (reply.class, elapsed), is_outage, now, rng);
+        self.report_to_breaker(state, permit, &sent, verdict, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
-        if state.round_trips.record_end(sent.sent_at, reply.delivery, reply.class, now) && !rules.jitter.is_zero() {
+        if state.round_trips.record_end(sent.sent_at, reply.delivery, class, now) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();
         }
-        if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
-            let remaining = Remaining { calls: calls_left, ..reply.remaining };
-            tracker.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, remaining);
-            if self.has_reservation {
-                tracker.keep_room();
-            }
-            state.lanes.clear_refusals();
-        }
+        self.learn_remaining(state, &sent, reply, Remaining { calls: calls_left, ..verdict.remaining }, now);
         let is_alone = rules.credential_keys.len() == 1;
         if let Some(pace) = &mut state.pace {
-            pace.ended(sent.sent_at, reply.class, calls_left.filter(|_| is_alone), now, rng);
+            pace.ended(sent.sent_at, class, calls_left.filter(|_| is_alone), now, rng);
             state.lanes.clear_refusals();
         }
         if let Some(adaptive) = &mut state.adaptive_limit {
-            adaptive.sample(elapsed, sent.in_flight, reply.class, now);
+            adaptive.sample(elapsed, sent.in_flight, class, now);
             state.apply_adaptive_limit(rules);
         }
         if reply.is_streaming && !self.needs_login_renewal(rules, reply, sent.credential) {
@@ -188,58 +202,151 @@ impl Call {
                 }
             }
         }
-        let generation = sent.generation;
-        match reply.class {
-            // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
-            Class::Throttled if state.pace.is_some() && is_alone && reply.retry_after.is_none() => {}
-            Class::Throttled => {
-                state.double_lead(sent.sent_at, now);
-                let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
-                // At the end of a longer closing, the reservation could be over.
-                let verb = if self.has_reservation { Verb::Debit } else { Verb::Throttle { generation } };
-                update_cooldown(rules, state, sent.credential, verb, requested_wait);
-                // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
-                if requested_wait.is_zero() {
-                    state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
-                } else {
-                    let free_at = now + requested_wait;
-                    if self.has_reservation {
-                        state.pool.set_reserved_at(sent.credential, free_at, now);
-                        state.lanes.clear_refusals();
-                    } else {
-                        state.pool.set_closed_until(sent.credential, free_at, now);
-                    }
-                    if let Some(quota) = reply.spent_quota {
-                        state.pool.set_spent_quota(sent.credential, quota, now + requested_wait);
-                    } else if let Some(pace) = state.pace.as_mut().filter(|_| is_alone) {
-                        pace.record_wait(requested_wait, now);
-                    }
-                }
-            }
-            Class::Success if generation > 0 => {
-                update_cooldown(rules, state, sent.credential, Verb::Success { generation }, Span::ZERO)
-            }
-            Class::Auth
-                if !reply.rejects_credential && (!rules.can_renew_login || self.has_renewed(sent.credential)) =>
-            {
-                disable_credential(rules, state, sent.credential, now)
-            }
-            _ => {}
-        }
-        if reply.class == Class::Success {
-            for rejected in core::mem::take(&mut self.rejected).iter() {
-                disable_credential(rules, state, rejected, now);
-            }
-        }
-        if let Some(until) = reply.spent_until.filter(|until| *until > now && !state.gives_reservations) {
-            state.pool.set_cooling_until(sent.credential, until, now);
-        }
+        self.close_and_open(rules, state, &sent, verdict, now);
         Some(sent.credential)
     }
 
-    fn take_sent(&mut self) -> Option<SentRequest> {
+    /// Tells the breaker. Calls that meet one announced pause are one event.
+    fn report_to_breaker(
+        &self,
+        state: &mut ProviderState,
+        permit: BreakerPermit,
+        sent: &SentRequest,
+        verdict: &Verdict,
+        now: Time,
+        rng: &mut impl Rng,
+    ) {
+        let class = verdict.class;
+        let mut may_open = false;
+        if class.is_failure() {
+            let is_pause = verdict.announced_wait().is_some();
+            let is_outage = state.round_trips.record_failure(sent.sent_at, now)
+                || state.lanes.total_in_flight().saturating_sub(state.tunnels) <= 1;
+            let is_one_route = state.routes.record_failure(self.scope.route, now);
+            may_open = (is_outage || is_pause) && !is_one_route;
+            // The probe of a half-open breaker is sent after the last failure.
+            if is_pause && state.breaker.has_failed_since(sent.sent_at, now) {
+                return state.breaker.give_back(permit);
+            }
+        } else if class.proves_provider() {
+            state.routes.record_good(self.scope.route, sent.credential, class != Class::Auth, now);
+        }
+        state.breaker.report_beside(permit, (class, now.since(sent.sent_at)), may_open, now, rng);
+    }
+
+    /// Learns the remaining amounts that a reply reports, for its scope or for the credential.
+    fn learn_remaining(
+        &self,
+        state: &mut ProviderState,
+        sent: &SentRequest,
+        reply: &AttemptReport,
+        remaining: Remaining,
+        now: Time,
+    ) {
+        let was_answered = reply.delivery == Delivery::Answered;
+        if sent.scope != 0 {
+            let told = match reply.verdict.scope {
+                Scope::Named(key) => key,
+                Scope::Call | Scope::Credential | Scope::Provider => sent.scope,
+            };
+            let request = (self.cost, sent.sent_at, was_answered);
+            state.scopes.record_end([sent.scope, told], sent.credential, request, remaining, now);
+            state.lanes.clear_scope_refusals(self.scope.queue_key());
+        } else if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
+            tracker.record_end(self.cost, sent.sent_at, was_answered, remaining);
+            if self.has_reservation {
+                tracker.keep_room();
+            }
+            state.lanes.clear_refusals();
+        }
+    }
+
+    /// Closes what the verdict is about, or records that it is open.
+    fn close_and_open(
+        &mut self,
+        rules: &CallRules,
+        state: &mut ProviderState,
+        sent: &SentRequest,
+        verdict: &Verdict,
+        now: Time,
+    ) {
+        if let Scope::Named(key) = verdict.scope {
+            state.scopes.teach(self.scope.route, key);
+        }
+        let is_alone = rules.credential_keys.len() == 1;
+        let wait = verdict.announced_wait().unwrap_or(Span::ZERO).min(MAX_CLOSING);
+        match verdict.class {
+            // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
+            Class::Throttled if state.pace.is_some() && is_alone && wait.is_zero() => {}
+            Class::Throttled | Class::Quota => {
+                let is_quota = verdict.class == Class::Quota;
+                let wait = if is_quota && wait.is_zero() { QUOTA_PROBE_INTERVAL } else { wait };
+                if !is_quota && sent.scope == 0 {
+                    state.double_lead(sent.sent_at, now);
+                }
+                let closing = if self.has_reservation { Closing::Reserved } else { Closing::Throttled };
+                state.close(rules, sent, verdict.scope, closing, wait, now);
+                if let Some(quota) = verdict.spent_quota {
+                    state.pool.set_spent_quota(sent.credential, quota, now + wait);
+                } else if !wait.is_zero()
+                    && let Some(pace) = state.pace.as_mut().filter(|_| is_alone)
+                {
+                    pace.record_wait(wait, now);
+                }
+            }
+            Class::Unavailable | Class::Transient | Class::Unknown if !wait.is_zero() => {
+                // An outage isn't one of the credential.
+                let scope =
+                    if verdict.scope == Scope::Call && sent.scope == 0 { Scope::Provider } else { verdict.scope };
+                state.close(rules, sent, scope, Closing::Paused, wait, now);
+            }
+            Class::Success => {
+                if sent.generation > 0 {
+                    let key = rules.credential_keys[sent.credential];
+                    push_required(
+                        state.updates(),
+                        cooldown_op(rules, key, Verb::Success { generation: sent.generation }),
+                    );
+                }
+                if sent.scope_generation > 0 {
+                    let key = rules.scope_key(sent.credential, sent.scope);
+                    let verb = Verb::Success { generation: sent.scope_generation };
+                    // Without it, the next closing lasts longer.
+                    let _ = state.updates().push(cooldown_op(rules, key, verb));
+                }
+                if !wait.is_zero() {
+                    state.close(rules, sent, verdict.scope, Closing::Paused, wait, now);
+                }
+            }
+            Class::Auth if !rules.can_renew_login || self.has_renewed(sent.credential) => {
+                let is_rejected = state.routes.record_rejection(self.scope.route, sent.credential, now);
+                // Without routes, a credential that another one replaces for the same request is known to be rejected.
+                if is_rejected && !(verdict.rejects_credential && self.scope.route == 0) {
+                    disable_credential(rules, state, sent.credential, now);
+                }
+            }
+            _ => {}
+        }
+        if verdict.class == Class::Success {
+            // A credential that works elsewhere may not use this path, which a caller has chosen.
+            for rejected in core::mem::take(&mut self.rejected).iter() {
+                if !state.routes.works(rejected, now) {
+                    disable_credential(rules, state, rejected, now);
+                }
+            }
+        }
+        // Where the amounts are learnt, they tell it, and newer replies correct them.
+        let is_learnt = sent.scope != 0 || state.remaining_trackers.get(sent.credential).is_some();
+        let is_known = is_learnt && (verdict.remaining.calls.is_some() || verdict.remaining.cost.is_some());
+        if let Some(until) = verdict.spent_until.filter(|until| *until > now && !state.gives_reservations && !is_known)
+        {
+            state.pool.set_cooling_until(sent.credential, until, now);
+        }
+    }
+
+    fn take_sent(&mut self) -> Option<(SentRequest, BreakerPermit)> {
         match core::mem::replace(&mut self.stage, CallStage::Idle) {
-            CallStage::Sent(sent) => Some(sent),
+            CallStage::Sent(sent, permit) => Some((sent, permit)),
             other => {
                 self.stage = other;
                 None
@@ -263,20 +370,85 @@ impl Call {
 /// Disables a rejected credential, unless no other is good: the provider may reject this one request for all of them.
 /// Of many calls that were rejected together, only the first disables it.
 fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: usize, now: Time) {
-    let is_disabled = state.pool.cooling_until(credential).is_some_and(|until| until.since(now) > MIN_SECOND_DISABLE);
-    if !is_disabled && state.pool.has_other_not_cooling(credential, now) {
-        let op = cooldown_op(rules, credential, Verb::Disable, DISABLE_TIME);
+    let until = now + DISABLE_TIME;
+    if state.routes.disable(credential, until, MIN_SECOND_DISABLE, now) {
+        let op = cooldown_op(rules, rules.credential_keys[credential], Verb::Disable);
+        let op = Op { cost: DISABLE_TIME.as_micros(), ..op };
         // With many limits, several rejected credentials don't fit into one batch. The others are disabled in this
         // process alone.
         let _ = state.store_requests.updates.push(op);
-        state.pool.set_cooling_until(credential, now + DISABLE_TIME, now);
+        state.pool.set_cooling_until(credential, until, now);
     }
 }
 
-fn update_cooldown(rules: &CallRules, state: &mut ProviderState, credential: usize, verb: Verb, cost: Span) {
-    push_required(&mut state.store_requests.updates, cooldown_op(rules, credential, verb, cost));
+impl ProviderState {
+    pub(super) fn updates(&mut self) -> &mut Batch {
+        &mut self.store_requests.updates
+    }
+
+    /// Closes a scope for a wait, here and in the store. Zero is the length that the store chooses.
+    fn close(&mut self, rules: &CallRules, sent: &SentRequest, scope: Scope, closing: Closing, wait: Span, now: Time) {
+        let key = match scope {
+            Scope::Call => sent.scope,
+            Scope::Named(key) => key,
+            Scope::Credential | Scope::Provider => 0,
+        };
+        let free_at = now + wait;
+        let generation = if key == 0 { sent.generation } else { sent.scope_generation };
+        let verb = match closing {
+            Closing::Throttled => Verb::Throttle { generation },
+            // At the end of a longer closing, a reservation could be over.
+            Closing::Reserved | Closing::Paused => Verb::Debit,
+        };
+        let credential = sent.credential;
+        if key != 0 {
+            // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
+            let until = if wait.is_zero() { now + MIN_CLOSING } else { free_at };
+            let has_room = match closing {
+                Closing::Reserved => self.scopes.close_exactly(key, credential, until, now),
+                Closing::Throttled | Closing::Paused => {
+                    self.scopes.close(key, credential, until, matches!(scope, Scope::Named(_)), now)
+                }
+            };
+            if has_room {
+                let op = cooldown_op(rules, rules.scope_key(credential, key), verb);
+                let _ = self.updates().push(Op { cost: wait.as_micros(), ..op });
+                return;
+            }
+        }
+        let verb = if key == 0 { verb } else { Verb::Debit };
+        let op = cooldown_op(rules, rules.credential_keys[credential], verb);
+        push_required(self.updates(), Op { cost: wait.as_micros(), ..op });
+        match closing {
+            _ if wait.is_zero() => self.pool.set_cooling_until(credential, now + MIN_CLOSING, now),
+            Closing::Reserved => {
+                self.pool.set_reserved_at(credential, free_at, now);
+                self.lanes.clear_refusals();
+            }
+            Closing::Throttled | Closing::Paused => self.pool.set_closed_until(credential, free_at, now),
+        }
+        if scope == Scope::Provider && !wait.is_zero() {
+            for other in (0..rules.credential_keys.len()).filter(|other| *other != credential) {
+                self.pool.set_closed_until(other, free_at, now);
+                // Those that don't fit into the batch are closed in this process alone.
+                let op = cooldown_op(rules, rules.credential_keys[other], Verb::Debit);
+                let _ = self.updates().push(Op { cost: wait.as_micros(), ..op });
+            }
+        }
+    }
 }
 
-fn cooldown_op(rules: &CallRules, credential: usize, verb: Verb, cost: Span) -> Op {
-    Op::new(rules.cooldown, verb, rules.credential_keys[credential], cost.as_micros())
+/// The reason of a closing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Closing {
+    /// The provider has refused a call: a step of the back-off.
+    Throttled,
+    /// It keeps room for the call at the end.
+    Reserved,
+    /// It takes no calls until the end.
+    Paused,
+}
+
+fn cooldown_op(rules: &CallRules, key: Key, verb: Verb) -> Op {
+    Op::new(rules.cooldown, verb, key, 0)
 }

@@ -26,6 +26,8 @@ pub struct ProviderLimit {
     pub limit: LimitId,
     /// The part of a call that it counts.
     pub measure: Measure,
+    /// True if each scope has its own count. Calls whose scope is unknown aren't counted.
+    pub by_scope: bool,
     /// True if it is told when a call that it counted ahead ends, as its kind [`settles`](crate::LimitKind::settles).
     pub settles: bool,
 }
@@ -84,16 +86,32 @@ impl CallRules {
         self.key.lo().max(1)
     }
 
+    /// The key of the cool-down of a scope with this credential.
+    pub fn scope_key(&self, credential: usize, scope: u64) -> Key {
+        scoped(self.credential_keys[credential], scope)
+    }
+
+    /// The key of the limits of a scope that all credentials share.
+    pub(super) fn shared_scope_key(&self, scope: u64) -> Key {
+        scoped(self.key, scope)
+    }
+
     /// The limits of a call of this lane with this credential, with their keys.
     pub(super) fn limits_with_keys(
         &self,
         lane: Lane,
         credential: usize,
+        scope: u64,
     ) -> impl Iterator<Item = (&ProviderLimit, Key)> {
         let credential_key = self.credential_keys[credential];
         let credential_limits = self.credential_limits.iter().map(move |limit| (limit, credential_key));
         let shared_limits = self.provider_limits.iter().chain(&self.lane_limits[lane as usize]);
-        credential_limits.chain(shared_limits.map(|limit| (limit, self.key)))
+        let limits = credential_limits.chain(shared_limits.map(|limit| (limit, self.key)));
+        let with_scope = move |(limit, key): (_, _)| -> Option<(&ProviderLimit, Key)> {
+            let limit: &ProviderLimit = limit;
+            if !limit.by_scope { Some((limit, key)) } else { (scope != 0).then(|| (limit, scoped(key, scope))) }
+        };
+        limits.filter_map(with_scope)
     }
 
     /// The measure of a limit, if it is one of the provider's.
@@ -102,4 +120,9 @@ impl CallRules {
         let mut all_limits = self.provider_limits.iter().chain(lane_limits).chain(&self.credential_limits);
         all_limits.find(|provider_limit| provider_limit.limit == limit).map(|provider_limit| provider_limit.measure)
     }
+}
+
+/// The key of a scope below another key. The key of a scope is a hash, so its bits are as good as those of a key.
+fn scoped(key: Key, scope: u64) -> Key {
+    Key::new(key.hi() ^ scope, key.lo() ^ scope.rotate_left(32))
 }

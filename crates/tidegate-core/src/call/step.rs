@@ -2,38 +2,21 @@
 
 use crate::breaker::BreakerRefusal;
 use crate::lanes::QueueFullError;
-use crate::remaining::Remaining;
 use crate::retry::{Delivery, NoRetryReason, UnreplayableReason};
-use crate::{Class, LimitId, Span, Time};
+use crate::{Class, LimitId, Time, Verdict};
 
 /// The end of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttemptReport {
-    /// The class of the result.
-    pub class: Class,
+    /// The meaning of the reply, or the class of the fault.
+    pub verdict: Verdict,
     /// True if the request may be sent again: see [`is_repeatable`](crate::retry::is_repeatable).
     pub is_repeatable: bool,
     /// The reason why the request can't be sent again, if there is one.
     pub unreplayable_reason: Option<UnreplayableReason>,
-    /// True if the provider asks not to send it again, whatever its class is.
-    pub asks_not_to_retry: bool,
-    /// True if the reply, of [`Class::Auth`], rejects the credential itself (401), so that another one may be accepted.
-    /// False if it refuses what this credential asks for (403).
-    pub rejects_credential: bool,
-    /// The wait that the provider asks for.
-    pub retry_after: Option<Span>,
-    /// True if the provider keeps room for the call from the end of `retry_after` on, with a throttled reply.
-    pub has_reservation: bool,
     /// True if the request presented a reservation. If it is throttled, the call backs off, also if the provider keeps
     /// room for it again.
     pub presented_reservation: bool,
-    /// The calendar quota that the provider reports to be spent, with a throttled reply. `retry_after` is then the time
-    /// until its period ends.
-    pub spent_quota: Option<LimitId>,
-    /// The time until which the provider reports that the credential has nothing left.
-    pub spent_until: Option<Time>,
-    /// The remaining amounts of the credential's limits, as the provider reports them.
-    pub remaining: Remaining,
     /// The delivery of the request: unsent, answered or unknown.
     pub delivery: Delivery,
     /// True if the body is still to be read. After its last reply, a call is then in flight until
@@ -47,18 +30,16 @@ pub struct AttemptReport {
 impl AttemptReport {
     /// The end of an attempt without other data, which isn't repeatable.
     pub const fn new(class: Class, delivery: Delivery) -> Self {
+        Self::from_verdict(Verdict::new(class), delivery)
+    }
+
+    /// The end of an attempt with this verdict, which isn't repeatable.
+    pub const fn from_verdict(verdict: Verdict, delivery: Delivery) -> Self {
         Self {
-            class,
+            verdict,
             is_repeatable: false,
             unreplayable_reason: None,
-            asks_not_to_retry: false,
-            rejects_credential: false,
-            retry_after: None,
-            has_reservation: false,
             presented_reservation: false,
-            spent_quota: None,
-            spent_until: None,
-            remaining: Remaining { calls: None, cost: None },
             delivery,
             is_streaming: false,
             is_tunnel: false,

@@ -60,7 +60,8 @@ fn every_status_has_its_class() {
         let class = match status {
             401 | 403 => Class::Auth,
             408 => Class::Transient,
-            429 => Class::Throttled,
+            418 | 420 | 429 | 509 => Class::Throttled,
+            425 | 449 | 529 => Class::Unavailable,
             501 | 505 => Class::Permanent,
             _ => match status / 100 {
                 1..=3 => Class::Success,
@@ -70,7 +71,7 @@ fn every_status_has_its_class() {
         };
         assert_eq!(Class::from_status(status), class, "{status}");
     }
-    for status in [500, 502, 503, 504, 520, 524, 529, 599] {
+    for status in [500, 502, 503, 504, 520, 524, 599] {
         assert_eq!(Class::from_status(status), Class::Transient, "{status}");
     }
 }

@@ -16,7 +16,7 @@ use tidegate_core::retry::Delivery;
 use tidegate_core::{
     AdaptiveLimit, AdaptiveLimitSpec, Backoff, Balance, Batch, Breaker, BreakerSpec, BudgetSpec, Class, Cooldown,
     CredentialPool, Key, Lane, LanesSpec, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcomes, Quota, Retry,
-    Span, Ticket, Time, Verb, Window,
+    Span, Ticket, Time, Verb, Verdict, Window,
 };
 use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
 use tidegate_testkit::random::RandomSource;
@@ -108,7 +108,8 @@ impl World {
             LimitKind::Cooldown(cooldown),
         ];
         let limits = Arc::new(Limits::new(kinds.map(Limit::new).into()).unwrap());
-        let ceiling = |place, measure| ProviderLimit { limit: limit_id(place), measure, settles: place == PACE };
+        let ceiling =
+            |place, measure| ProviderLimit { limit: limit_id(place), measure, by_scope: false, settles: place == PACE };
         let backoff = Backoff::exponential(Span::from_millis(20), Span::from_millis(200));
         let retry = Retry { max_attempts: 4, backoff, ..Retry::default() };
         let rules = CallRules {
@@ -347,9 +348,8 @@ impl World {
         let Stage::Sent(credential) = known.stage else { panic!("nothing was sent") };
         let reply = AttemptReport {
             is_repeatable: true,
-            retry_after,
             is_streaming: streams,
-            ..AttemptReport::new(class, Delivery::Answered)
+            ..AttemptReport::from_verdict(Verdict { wait: retry_after, ..Verdict::new(class) }, Delivery::Answered)
         };
         if known.beside.is_some() {
             return self.hedge_lost(known, &reply, streams);

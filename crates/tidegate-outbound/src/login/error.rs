@@ -1,8 +1,9 @@
 //! The reasons why a login gives no token.
 
 use http::StatusCode;
+use tidegate_core::Class;
 use tidegate_core::Span;
-use tidegate_core::retry::{Class, TransportFault};
+use tidegate_core::retry::TransportFault;
 
 use super::super::TargetError;
 

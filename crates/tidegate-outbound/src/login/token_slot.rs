@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tidegate_core::call::AttemptReport;
-use tidegate_core::retry::{Class, Delivery, TransportFault};
-use tidegate_core::{Span, Time};
+use tidegate_core::retry::{Delivery, TransportFault};
+use tidegate_core::{Class, Scope, Span, Time, Verdict};
 use tidegate_policy::Secret;
 
 use super::LoginError;
@@ -55,12 +55,13 @@ impl LoginFailure {
     /// next login.
     pub(crate) fn attempt_report(&self, now: Time) -> AttemptReport {
         let class = self.error.class();
-        AttemptReport {
-            is_repeatable: true,
+        let verdict = Verdict {
+            wait: class.is_retryable().then(|| self.next_login_at.since(now)),
+            scope: Scope::Credential,
             rejects_credential: class == Class::Auth,
-            retry_after: class.is_retryable().then(|| self.next_login_at.since(now)),
-            ..AttemptReport::new(class, Delivery::Unsent)
-        }
+            ..Verdict::new(class)
+        };
+        AttemptReport { is_repeatable: true, ..AttemptReport::from_verdict(verdict, Delivery::Unsent) }
     }
 }
 

@@ -241,12 +241,7 @@ fn credential_lines(outbound: &OutboundConfig, provider: &ProviderConfig) -> Vec
 
 fn reply_lines(provider: &ProviderConfig) -> Vec<String> {
     let mut lines = Vec::new();
-    if let Some(rule) = &provider.throttled_when {
-        let statuses: Vec<String> = rule.statuses.iter().map(u16::to_string).collect();
-        let pairs: Vec<String> = rule.contains.iter().map(|(pointer, text)| format!("{text:?} in {pointer}")).collect();
-        let until = if rule.spends_quota { ", until the quota's period ends" } else { "" };
-        lines.push(format!("a reply {} with {} is throttled{until}", statuses.join(" or "), pairs.join(" and ")));
-    }
+    lines.extend(provider.verdicts.describe());
     if let Some(after) = provider.hedge_after {
         lines.push(format!("a second request after {} without a reply", format_duration(after)));
     }

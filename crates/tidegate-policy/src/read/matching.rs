@@ -81,7 +81,7 @@ impl DocumentReader<'_> {
         self.distinct(items, |text| format!("{} stands twice in `{key}`", quoted(text)), "each once")
     }
 
-    fn method(&mut self, text: &str, node: &TomlNode) -> Option<Method> {
+    pub(super) fn method(&mut self, text: &str, node: &TomlNode) -> Option<Method> {
         const KNOWN: [&str; 9] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"];
         let upper = text.to_ascii_uppercase();
         let expected = "a method in capitals, such as \"POST\"";

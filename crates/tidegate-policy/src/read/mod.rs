@@ -20,12 +20,15 @@ mod replies;
 mod reservations;
 mod resilience;
 mod rls;
+mod rules;
 mod server;
 mod store;
 mod store_url;
 mod tokens;
 mod urls;
 mod values;
+
+pub(crate) use rules::built_in_rules;
 
 use std::sync::Arc;
 

@@ -14,6 +14,7 @@ use super::pace::{PACE, PACE_KINDS, PaceKind};
 use super::provider_limits::{OutboundLimits, ProviderTraits};
 use super::replies::{CACHE, COST, THROTTLED};
 use super::resilience::{ADAPTIVE, BREAKER, BUDGET, COOLDOWN, OFF_OR_ON, RETRY};
+use super::rules::{ALLOWANCE, RULE, SCOPE};
 use super::urls::KEY_PLACEHOLDER;
 use super::{DocumentReader, join_names};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
@@ -78,7 +79,13 @@ setting_keys! {
         cache: bool = "off", TableOr(&OFF_OR_ON),
             "the cache of its replies: off, on, or a table", Below::Table(&CACHE);
         login: () = "", TABLE, "the exchange of a credential for a token: a POST", Below::Table(&LOGIN);
-        throttled_when: () = "", TABLE, "replies that report too many calls only in their body", Below::Table(&THROTTLED);
+        rule: () = "", TABLE, "what replies mean; the first rule that matches decides", Below::Items(&RULE);
+        throttled_when: () = "", TABLE, "replies that report too many calls only in their body: a table, or a list of them", Below::Table(&THROTTLED);
+        scope: () = "", TABLE, "parts of the API that have limits of their own", Below::Items(&SCOPE);
+        allowance: () = "", TABLE, "what is left, as replies tell it, in place of the usual headers", Below::Items(&ALLOWANCE);
+        max_pause: Span = "1d",
+            Custom(Text, "a duration of at most 31 days", |reader, node, key| reader.max_pause(node, key)),
+            "the longest time for which one reply closes anything";
         cost: () = "", TABLE, "the cost of a call, for limits on cost", Below::Table(&COST);
     }
 }
@@ -98,6 +105,8 @@ pub(super) struct ProviderSection<'e> {
     pub(super) name_at: TextRange,
     pub(super) table: TomlTable,
     pub(super) preset: Option<String>,
+    /// The rules of the preset. Those of the section come before them.
+    preset_rules: Option<TomlNode>,
     requirement: Option<PresetRequirement>,
 }
 
@@ -115,7 +124,7 @@ impl DocumentReader<'_> {
         let breaker = self.breaker(table);
         let adaptive_limit = self.adaptive_limit(table);
         let cache = self.cache(table);
-        let throttled_when = self.throttled_when(table);
+        let verdicts = self.verdict_rules(table, section.preset_rules.as_ref());
         let cost = self.cost_rules(table);
 
         let (base_url, auth, credentials) = (base_url?, auth?, credentials?);
@@ -131,13 +140,11 @@ impl DocumentReader<'_> {
         let (mut rules, hours) = self.rules(&section, collected, traits, cost.as_ref())?;
         let mut breaker = breaker?;
         self.make_room_for_attempts(table, &mut rules, breaker.as_mut());
-        let throttled_when = throttled_when?;
-        if throttled_when.as_ref().is_some_and(|rule| rule.spends_quota) && !collected.has_quota(&rules) {
-            let at = table.table("throttled_when").and_then(|table| table.get("spends_quota"));
-            let at = at.map_or(section.name_at, |entry| entry.key_at);
+        let verdicts = verdicts?;
+        if let Some(node) = spends_quota(table).filter(|_| !collected.has_quota(&rules)) {
             let message = "`spends_quota` is true, but no limit of the provider is a quota";
             let expected = "a calendar quota beside it, such as limit = \"1000 per calendar day\"";
-            return self.error(at, message, expected).none();
+            return self.error(node.at, message, expected).none();
         }
         let hedge_after = hedge_after?;
         name_is_valid.then_some(ProviderConfig {
@@ -156,7 +163,7 @@ impl DocumentReader<'_> {
             attempt_timeout: attempt_timeout?,
             replay_bytes: replay?,
             cache: cache?,
-            throttled_when,
+            verdicts,
             hedge_after,
             sequential,
             shared: shared?,
@@ -205,8 +212,10 @@ impl DocumentReader<'_> {
         if own.node("sequential").is_some_and(|node| matches!(node.value, TomlValue::Boolean(true))) {
             Lane::ALL.iter().for_each(|lane| table.remove(lane.name()));
         }
+        let preset_rules = table.node("rule").cloned();
+        table.remove("rule");
         table.merge(own, 1);
-        Some(ProviderSection { name: &entry.key, name_at: entry.key_at, table, preset, requirement })
+        Some(ProviderSection { name: &entry.key, name_at: entry.key_at, table, preset, preset_rules, requirement })
     }
 
     fn provider_preset(&mut self, node: &TomlNode) -> Option<String> {
@@ -379,6 +388,13 @@ impl DocumentReader<'_> {
             _ => Some(()),
         }
     }
+}
+
+/// The first `spends_quota` of a provider that is true.
+fn spends_quota(provider: &TomlTable) -> Option<&TomlNode> {
+    let items = provider.node("throttled_when")?.items().iter();
+    let flags = items.filter_map(|item| item.as_table()?.node("spends_quota"));
+    flags.into_iter().find(|node| matches!(node.value, TomlValue::Boolean(true)))
 }
 
 fn lead(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Span> {

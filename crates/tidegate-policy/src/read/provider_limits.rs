@@ -274,7 +274,7 @@ impl DocumentReader<'_> {
             }
             let info = OutboundLimitInfo { name, quantity: Some(quantity), description, per_credential };
             let limit = self.add_outbound_limit(collected, kind, info, at)?;
-            Some(ProviderLimit { limit, measure, settles })
+            Some(ProviderLimit { limit, measure, by_scope: false, settles })
         };
         (1..).zip(parsed_limits).map(add).collect()
     }

@@ -8,14 +8,12 @@ use super::forms::{Bytes, Custom, DURATION, FLAG, Maybe, Whole};
 use super::provider::PROVIDER;
 use super::{DocumentReader, all_or_none};
 use crate::document::{TomlNode, TomlTable};
-use crate::outbound::{BodyRule, CacheRules, CostRules, PointerAlternatives};
-use crate::settings::SettingType::{Integer, Strings, TableOrTables, Text};
-use crate::settings::key::{Form, read_struct, setting_keys};
+use crate::outbound::{CacheRules, CostRules, PointerAlternatives};
+use crate::settings::SettingType::{Strings, TableOrTables, Text};
+use crate::settings::key::{read_struct, setting_keys};
 use crate::units::parse_duration;
+use crate::verdict::{JsonPath, StatusSet};
 
-/// The most statuses in `status`.
-const MAX_STATUSES: usize = 8;
-const STATUS: Whole = Whole(100, 599);
 /// The most conditions on a body in `contains`.
 const MAX_CONTAINS: usize = 8;
 
@@ -32,10 +30,10 @@ setting_keys! {
     }
 
     THROTTLED: ThrottledKeys {
-        status: Vec<u16> = "200",
-            Custom(Integer, "a whole number from 100 to 599, or a list", |reader, node, _| reader.statuses(node)),
+        status: StatusSet = "200",
+            Custom(Strings, "a status such as 429, a class such as 5xx, or a list", |reader, node, _| reader.status_set(node)),
             "the status that they have, or a list";
-        contains: Vec<(String, String)> = "",
+        contains: Vec<(JsonPath, String)> = "",
             Custom(TableOrTables, "a table of texts by JSON pointers", |reader, node, _| reader.body_conditions(node)),
             "JSON pointers, with a text that each place contains";
         spends_quota: bool = "false", FLAG, "true if the quota is then used up until its period ends";
@@ -69,21 +67,7 @@ impl DocumentReader<'_> {
         read_struct!(self, table, CACHE => CacheRules { ttl, shared, max_body; stale: stale? }).map(Some)
     }
 
-    pub(super) fn throttled_when(&mut self, provider: &TomlTable) -> Option<Option<BodyRule>> {
-        const FORM: &str = "{ status = 200, contains = { \"/Error\" = \"limit reached\" } }";
-        let Some(table) = self.provider_section(provider, "throttled_when")? else { return Some(None) };
-        let statuses = self.value(table, &THROTTLED.status);
-        let contains = self.required(provider.get("throttled_when")?, table, &THROTTLED.contains, FORM);
-        let spends_quota = self.value(table, &THROTTLED.spends_quota);
-        Some(Some(BodyRule { statuses: statuses?, contains: contains?, spends_quota: spends_quota? }))
-    }
-
-    fn statuses(&mut self, node: &TomlNode) -> Option<Vec<u16>> {
-        self.check_length(node.at, "status", node.items().len(), MAX_STATUSES, "")?;
-        all_or_none(node.items().iter().map(|item| STATUS.parse(self, item, "status")))
-    }
-
-    fn body_conditions(&mut self, node: &TomlNode) -> Option<Vec<(String, String)>> {
+    fn body_conditions(&mut self, node: &TomlNode) -> Option<Vec<(JsonPath, String)>> {
         const FORM: &str = "a table of JSON pointers, such as { \"/Error\" = \"limit reached\" }";
         let Some(table) = node.as_table() else {
             return self.wrong_type(node, "contains", FORM).none();
@@ -96,7 +80,7 @@ impl DocumentReader<'_> {
                 let expected = "a text that the place contains";
                 return self.error(entry.node.at, "every text contains nothing", expected).none();
             }
-            Some((pointer?, text.to_owned()))
+            Some((JsonPath::new(&pointer?)?, text.to_owned()))
         }))
     }
 

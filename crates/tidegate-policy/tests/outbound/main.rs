@@ -150,6 +150,7 @@ budget = { ratio = 0.125, min = 1, reserve = 7 }
 adaptive = { min = 2, max = 30, initial = 3 }
 cooldown = { base = "2s", cap = "16s" }
 cache = { ttl = "forever", shared = true, stale = "1h", max_body = "2MiB" }
+max_pause = "2d"
 throttled_when = { status = [403, 429], contains = { "/error" = "slow down" }, spends_quota = true }
 cost = { reserve = 5, request = ["/max_tokens"], bytes_per_unit = 4, reply = ["/usage/in or /in", "/usage/out"] }
 
@@ -199,6 +200,36 @@ pointer = "/data/token"
 lifetime = "12h"
 refresh_before = "1h"
 
+[[outbound.provider.own.rule]]
+is = "throttled"
+retry = false
+wait = ["header retry-after", "30s"]
+scope = "credential"
+max_pause = "2d"
+[[outbound.provider.own.rule.when]]
+status = 503
+header = { server = "x" }
+[[outbound.provider.own.rule.when]]
+status = 400
+request = { json = { "/a" = "b" } }
+
+[[outbound.provider.own.rule]]
+when = { status = 200, xml = { "Error/Code" = "SlowDown" }, text = "slow", request = { method = "POST", host = "*.example.com", path = "/x" } }
+retry = true
+
+[[outbound.provider.own.scope]]
+method = "GET"
+path = "/search/{kind}/**"
+name = ["path {kind}", "header x-bucket"]
+
+[[outbound.provider.own.allowance]]
+of = "cost"
+limit = 100
+remaining = "header x-left"
+used = "header x-used"
+reset = "header x-reset epoch"
+window = "60s"
+
 [outbound.provider.found]
 base_url = "http://localhost:9001"
 pace = { by = "adaptive", initial = "20ms", slowest = "10s", fastest = "1ms" }
@@ -233,9 +264,10 @@ fn every_outbound_key_is_read() {
         (cache.ttl, cache.shared, cache.stale, cache.max_body),
         (Some(Duration::MAX), true, secs(3600), 2 << 20)
     );
-    let throttled = own.throttled_when.as_ref().unwrap();
-    assert_eq!((&throttled.statuses[..], throttled.spends_quota), (&[403, 429][..], true));
-    assert_eq!(throttled.contains, [("/error".to_owned(), "slow down".to_owned())]);
+    assert_eq!(
+        own.verdicts.describe()[2],
+        "rule 3 of the policy: 403, 429 with /error containing \"slow down\" is a spent quota"
+    );
     let cost = own.cost.as_ref().unwrap();
     assert_eq!((cost.reserve, cost.bytes_per_unit, &cost.request[..]), (5, 4, &["/max_tokens".to_owned()][..]));
     assert_eq!(cost.reply, [vec!["/usage/in".to_owned(), "/in".to_owned()], vec!["/usage/out".to_owned()]]);
@@ -568,11 +600,12 @@ fn cool_downs_derive_from_retry_settings() {
 #[test]
 fn status_lists_may_come_from_the_environment() {
     let file = "[outbound.provider.x]\nlimit = \"1/s\"\nthrottled_when = { contains = { \"/e\" = \"slow\" } }\n";
-    for (value, expected) in [("403", &[403][..]), ("[200, 401]", &[200, 401])] {
+    for (value, expected) in [("403", "403 with"), ("[200, 401]", "200, 401 with"), ("5xx", "5xx with")] {
         let variable = "TIDEGATE__OUTBOUND__PROVIDER__X__THROTTLED_WHEN__STATUS";
         let policy = Policy::load(PolicySources::new().file("test.toml", file).env([(variable, value)]));
         let outbound = policy.unwrap_or_else(|errors| panic!("{errors}")).outbound().unwrap().clone();
-        assert_eq!(outbound.find("x").unwrap().throttled_when.as_ref().unwrap().statuses, expected);
+        let rule = &outbound.find("x").unwrap().verdicts.describe()[0];
+        assert!(rule.contains(expected), "{rule}");
     }
 }
 

@@ -24,7 +24,14 @@ fn descriptions_state_true_bounds_without_secrets() {
         "  credentials env:KEY_A, env:KEYS[2], file:/run/key, the one unused for longest, as authorization Token; each \
          cools down for 2 s, 4 s … 16 s when it is throttled\n",
         "  logs in by POST /login with pin from env:PIN, for 12 h, renewed 1 h before\n",
-        "  a reply 403 or 429 with \"slow down\" in /error is throttled, until the quota's period ends\n",
+        "  rule 1 of the policy: 503 with server \"x\", or 400 with the request's /a \"b\" is throttled, not sent again; it waits \
+         retry-after, else 30 s; for the whole credential; for at most 2 d\n",
+        "  rule 2 of the policy: 200 with <Error/Code> \"SlowDown\" and its text containing \"slow\" and the method POST and \
+         the host *.example.com and the path /x was not carried out\n",
+        "  rule 3 of the policy: 403, 429 with /error containing \"slow down\" is a spent quota\n",
+        "  the scope of GET /search/{kind}/**: {kind}/x-bucket\n",
+        "  replies report cost: left x-left, used x-used, of 100, until x-reset epoch, in 60 s\n",
+        "  no reply closes anything for longer than 2 d\n",
         "  a call reserves a cost of 5, 1 for each 4 bytes of its body, what /max_tokens in it says; its reply settles that \
          by /usage/in or /in and /usage/out\n",
         "  a second request after 1 s without a reply\n",

@@ -62,7 +62,7 @@ pub(super) enum AttemptResult {
 
 impl AttemptResult {
     pub(super) fn of(report: &AttemptReport) -> Self {
-        match (report.class, report.delivery) {
+        match (report.verdict.class, report.delivery) {
             (Class::Success, _) => Self::Succeeded,
             (Class::Throttled, _) => Self::Throttled,
             (_, Delivery::Unknown) => Self::TimedOut,

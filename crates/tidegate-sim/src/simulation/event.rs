@@ -2,7 +2,7 @@
 
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time};
+use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time, Verdict};
 
 use super::plain_client::RetryState;
 use crate::service::{JobId, RequestKind, ServiceReply};
@@ -90,5 +90,6 @@ pub(super) fn attempt_report(reply: ServiceReply) -> AttemptReport {
         ServiceReply::Throttled { retry_after } => (Class::Throttled, Delivery::Answered, retry_after),
         ServiceReply::ConnectionRefused => (Class::Transient, Delivery::Unsent, None),
     };
-    AttemptReport { is_repeatable: true, retry_after, ..AttemptReport::new(class, delivery) }
+    let verdict = Verdict { wait: retry_after, ..Verdict::new(class) };
+    AttemptReport { is_repeatable: true, ..AttemptReport::from_verdict(verdict, delivery) }
 }

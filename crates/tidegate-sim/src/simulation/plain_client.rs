@@ -65,7 +65,7 @@ impl<'s> PlainClient<'s> {
         time_left: Span,
     ) -> Option<Span> {
         self.in_flight -= 1;
-        let has_succeeded = report.class == Class::Success;
+        let has_succeeded = report.verdict.class == Class::Success;
         match &mut self.pacer {
             Some(pacer) if has_succeeded => drop(pacer.succeeded(&mut self.rng)),
             Some(pacer) => drop(pacer.failed(&mut self.rng)),
@@ -76,7 +76,7 @@ impl<'s> PlainClient<'s> {
             return None;
         }
         let wait = self.spec.backoff.map_or(self.pace_delay(), |backoff| retry.backoff.next(&backoff, &mut self.rng));
-        let asked = report.retry_after.filter(|_| self.spec.honours_retry_after).unwrap_or(Span::ZERO);
+        let asked = report.verdict.wait.filter(|_| self.spec.honours_retry_after).unwrap_or(Span::ZERO);
         Some(wait.max(asked)).filter(|wait| *wait < time_left)
     }
 }

@@ -123,7 +123,7 @@ impl<'s> TidegateClient<'s> {
         match next {
             NextStep::RetryAt(at) => self.effects.push(Effect::Resume { id: self.calls[slot].id, at }),
             NextStep::Failed(_) | NextStep::RenewLogin { .. } | NextStep::Done => {
-                self.finish_call(slot, CallOutcome::of_last_reply(reply.class));
+                self.finish_call(slot, CallOutcome::of_last_reply(reply.verdict.class));
             }
         }
         self.poll_lanes(now);

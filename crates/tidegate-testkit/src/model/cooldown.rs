@@ -72,7 +72,9 @@ impl CooldownHistory {
             let steps = self.backoff_steps();
             let cap = u128::from(cooldown.cap.as_micros());
             let doubled = (0..steps).fold(u128::from(cooldown.base.as_micros()), |length, _| cap.min(length * 2));
-            wait = wait.max(Span::from_micros(doubled.min(cap) as u64));
+            if steps > 0 || wait == Span::ZERO {
+                wait = wait.max(Span::from_micros(doubled.min(cap) as u64));
+            }
             self.0.push(CooldownEvent::Generation { number: generation.saturating_add(1), step: true });
         }
         self.extend_closing(now + wait, now);

@@ -7,7 +7,7 @@ use http::Response;
 use tidegate_core::{Class, Span, Time};
 
 use super::{CircuitError, LimitServiceError};
-use tidegate_outbound::HeadClassification;
+use tidegate_policy::verdict::Classified;
 
 /// The meaning of an outcome for the layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,12 +63,12 @@ impl StatusClassifier {
     fn classify_any<B>(outcome: Result<&Response<B>, &(dyn Error + 'static)>, now: Time) -> Classification {
         match outcome {
             Ok(reply) => {
-                let head = HeadClassification::read(reply.status(), reply.headers(), now);
+                let verdict = Classified::of_head(reply.status(), reply.headers(), now).verdict;
                 Classification {
-                    class: head.class,
-                    retry_after: head.requested_wait(now),
-                    was_sent: head.may_have_acted(),
-                    asks_not_to_retry: head.hints.asks_not_to_retry,
+                    class: verdict.class,
+                    retry_after: verdict.wait,
+                    was_sent: !verdict.was_refused,
+                    asks_not_to_retry: verdict.asks_not_to_retry,
                 }
             }
             Err(error) if iter::successors(Some(error), |&cause| cause.source()).any(|cause| cause.is::<NotSent>()) => {

@@ -158,17 +158,18 @@ async fn failures_between_good_replies_open_nothing() {
     }
 }
 
-/// The calls were sent before the first of them failed, so that nothing else is to be waited for.
+/// Calls that were sent before the first of them failed are one failure: the fifth time opens the breaker.
 #[tokio::test(start_paused = true)]
-async fn calls_that_hang_together_open_the_breaker() {
+async fn calls_that_hang_together_are_one_failure() {
     let (api, log) = (provider(FIVE), Log::default());
     call(&api, GOOD, &log).await.unwrap();
-    let hang = |_| spawn(&api, CallOptions::default(), Answers::of(&api, &[FAILED], &log, 0).after(secs(30)));
-    let calls: Vec<_> = (0..10).map(hang).collect();
-    sleep(Duration::from_millis(30_001)).await;
-    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::Open);
-    for call in calls {
-        call.await.unwrap().unwrap_err();
+    for burst in 1..=5 {
+        let hang = |_| spawn(&api, CallOptions::default(), Answers::of(&api, &[FAILED], &log, 0).after(secs(5)));
+        for call in (0..10).map(hang).collect::<Vec<_>>() {
+            call.await.unwrap().unwrap_err();
+        }
+        let (state, failures) = api.inspect(|state, now| (state.breaker.state(now), state.breaker.failures()));
+        assert_eq!((state == BreakerState::Open, failures), (burst == 5, burst));
     }
 }
 
@@ -222,7 +223,8 @@ async fn an_unpolled_probe_is_released_after_its_lease() {
 /// A queued call that the breaker refuses at its turn gets that error, and has spent nothing.
 #[tokio::test(start_paused = true)]
 async fn opening_refuses_queued_calls_at_no_charge() {
-    let (api, log) = (provider(&format!("{FIVE}limit = \"6 per 10s\"\n")), Log::default());
+    let once = FIVE.replace("failures = 5", "failures = 1");
+    let (api, log) = (provider(&format!("{once}limit = \"6 per 10s\"\n")), Log::default());
     let mut failing = Vec::new();
     for _ in 0..5 {
         failing.push(spawn(&api, CallOptions::default(), Answers::of(&api, &[FAILED], &log, 0).after(secs(5))));

@@ -10,21 +10,33 @@ use tidegate::store::{Memory, Store};
 use tidegate::{Clock as _, Time};
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Class, Lane};
+use tidegate_core::{Class, Lane, Verdict};
 use tokio::task::JoinHandle;
 
-pub(crate) const GOOD: AttemptReport =
-    AttemptReport { is_repeatable: true, ..AttemptReport::new(Class::Success, Delivery::Answered) };
-pub(crate) const FAILED: AttemptReport = AttemptReport { class: Class::Transient, ..GOOD };
-pub(crate) const THROTTLED: AttemptReport = AttemptReport { class: Class::Throttled, ..GOOD };
+pub(crate) const GOOD: AttemptReport = with_class(Class::Success);
+pub(crate) const FAILED: AttemptReport = with_class(Class::Transient);
+pub(crate) const THROTTLED: AttemptReport = with_class(Class::Throttled);
 /// A 403.
-pub(crate) const FORBIDDEN: AttemptReport = AttemptReport { class: Class::Auth, ..GOOD };
+pub(crate) const FORBIDDEN: AttemptReport = with_class(Class::Auth);
 /// A 401.
-pub(crate) const UNAUTHORIZED: AttemptReport = AttemptReport { rejects_credential: true, ..FORBIDDEN };
+pub(crate) const UNAUTHORIZED: AttemptReport =
+    with_verdict(Verdict { rejects_credential: true, ..Verdict::new(Class::Auth) });
 /// A refused connection.
 pub(crate) const UNSENT: AttemptReport = AttemptReport { delivery: Delivery::Unsent, ..FAILED };
 /// A 404.
-pub(crate) const MISSING: AttemptReport = AttemptReport { class: Class::Permanent, ..GOOD };
+pub(crate) const MISSING: AttemptReport = with_class(Class::Permanent);
+
+/// A reply of this class to a request that may be sent again.
+pub(crate) const fn with_class(class: Class) -> AttemptReport {
+    with_verdict(Verdict::new(class))
+}
+
+/// A reply with this verdict to a request that may be sent again.
+pub(crate) const fn with_verdict(verdict: Verdict) -> AttemptReport {
+    let mut report = AttemptReport::from_verdict(verdict, Delivery::Answered);
+    report.is_repeatable = true;
+    report
+}
 
 /// Answers after a delay with the next of these, and repeats the last one. Records each request.
 #[derive(Clone)]
@@ -78,7 +90,7 @@ impl Upstream for Answers {
 
 /// A throttled reply that asks for a wait of this many seconds.
 pub(crate) fn throttled_for(secs: u64) -> AttemptReport {
-    AttemptReport { retry_after: Some(tidegate::Span::from_secs(secs)), ..THROTTLED }
+    with_verdict(Verdict { wait: Some(tidegate::Span::from_secs(secs)), ..THROTTLED.verdict })
 }
 
 pub(crate) fn policy(provider: &str) -> Policy {

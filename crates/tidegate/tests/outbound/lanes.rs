@@ -22,7 +22,7 @@ use tidegate_core::{Class, DurationHistogram, Lane};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use crate::common::{Answers, GOOD, Log, options, policy, provider, spawn, starts};
+use crate::common::{Answers, GOOD, Log, options, policy, provider, spawn, starts, with_class};
 
 type Api = Provider<Memory, TokioClock>;
 
@@ -291,7 +291,7 @@ impl Upstream for Slow {
         let in_time = attempt.time_left > self.0;
         sleep(self.0.min(attempt.time_left)).await;
         let class = if attempt.time_left < attempt.conclusive_after { Class::Cancelled } else { Class::Transient };
-        let reply = if in_time { GOOD } else { AttemptReport { class, delivery: Delivery::Unknown, ..GOOD } };
+        let reply = if in_time { GOOD } else { AttemptReport { delivery: Delivery::Unknown, ..with_class(class) } };
         AttemptOutcome { value: in_time, report: reply }
     }
 }

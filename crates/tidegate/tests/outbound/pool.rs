@@ -6,15 +6,15 @@ use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Provider};
 use tidegate::store::Memory;
 use tidegate::{Clock as _, Span};
-use tidegate_core::Lane;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::UnreplayableReason;
+use tidegate_core::{Lane, Verdict};
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use crate::common::{
     Answers, FAILED, FORBIDDEN, GOOD, Log, MISSING, THROTTLED, UNAUTHORIZED, options, provider, spawn, starts,
-    throttled_for, within,
+    throttled_for, with_verdict, within,
 };
 
 type Api = Provider<Memory, TokioClock>;
@@ -75,7 +75,7 @@ async fn reservations_of_a_pool_are_no_misses() {
                     retry = { max_attempts = 9, base = \"5s\", jitter = \"none\" }\n";
     let (api, log) = (provider(&format!("{settings}{}", credentials("ABCDEF"))), Log::default());
     let retry_after = Some(Span::from_millis(100));
-    let reserved = AttemptReport { retry_after, has_reservation: true, ..THROTTLED };
+    let reserved = with_verdict(Verdict { wait: retry_after, has_reservation: true, ..THROTTLED.verdict });
     let replies = [vec![reserved; 12], vec![GOOD]].concat();
     api.call(CallOptions::default(), &mut Answers::of(&api, &replies, &log, 0)).await.unwrap();
     let times: Vec<_> = starts(&log).into_iter().map(|(at, _)| at).collect();
@@ -213,7 +213,7 @@ fn switching_pool(names: &str, settings: &str) -> Api {
 #[tokio::test(start_paused = true)]
 async fn a_rejected_credential_is_replaced_once_each() {
     let once = AttemptReport { unreplayable_reason: Some(UnreplayableReason::OneShotBody), ..UNAUTHORIZED };
-    let stops = AttemptReport { asks_not_to_retry: true, ..UNAUTHORIZED };
+    let stops = with_verdict(Verdict { asks_not_to_retry: true, ..UNAUTHORIZED.verdict });
     for (names, replies, sent, left) in [
         ("A", &[UNAUTHORIZED][..], &[0][..], "AAAA"),
         ("AB", &[UNAUTHORIZED, GOOD], &[0, 1], "BBBB"),

@@ -5,9 +5,9 @@ use std::time::Duration;
 use tidegate::outbound::{CallErrorKind, CallOptions};
 use tidegate::{Clock as _, Span};
 use tidegate_core::call::AttemptReport;
-use tidegate_core::{Remaining, RemainingAmount};
+use tidegate_core::{Class, Remaining, RemainingAmount, Verdict};
 
-use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
+use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, with_verdict, within};
 
 const SEVEN: &str = "retry = { max_attempts = 7, base = \"1s\", cap = \"30s\", jitter = \"none\" }\nadaptive = \"off\"\n\
                      timeout = \"10m\"\n";
@@ -18,7 +18,7 @@ fn waits(log: &Log) -> Vec<u64> {
 
 #[tokio::test(start_paused = true)]
 async fn repeated_throttling_doubles_the_wait() {
-    let asks_for_nothing = AttemptReport { retry_after: Some(Span::ZERO), ..THROTTLED };
+    let asks_for_nothing = with_verdict(Verdict { wait: Some(Span::ZERO), ..THROTTLED.verdict });
     for throttled in [THROTTLED, asks_for_nothing] {
         let (api, log) = (provider(SEVEN), Log::default());
         let mut replies = vec![throttled; 6];
@@ -49,9 +49,10 @@ async fn reservations_are_used_at_their_instants_in_order() {
         let spent_until = api.clock().now() + Span::from_secs(9);
         let amount = RemainingAmount { amount: 0, limit: None, resets_at: spent_until };
         let remaining = Remaining { calls: Some(amount), cost: None };
-        let spent = AttemptReport { spent_until: Some(spent_until), remaining, ..GOOD };
+        let spent = with_verdict(Verdict { spent_until: Some(spent_until), remaining, ..GOOD.verdict });
         let retry_after = Some(Span::from_millis(70));
-        let reserved = AttemptReport { retry_after, remaining, has_reservation: true, ..THROTTLED };
+        let reserved =
+            with_verdict(Verdict { wait: retry_after, remaining, has_reservation: true, ..THROTTLED.verdict });
         let call = |name, replies: &[AttemptReport], millis| {
             let upstream = Answers::of(&api, replies, &log, name).after(Duration::from_millis(millis));
             spawn(&api, CallOptions::default(), upstream)
@@ -79,7 +80,8 @@ async fn reservations_are_used_at_their_instants_in_order() {
 async fn useless_reservations_are_backed_off_from() {
     let (api, log) =
         (provider("adaptive = \"off\"\ntimeout = \"10m\"\nretry = { max_attempts = 5 }\n"), Log::default());
-    let useless = AttemptReport { retry_after: Some(Span::from_millis(1)), has_reservation: true, ..THROTTLED };
+    let useless =
+        with_verdict(Verdict { wait: Some(Span::from_millis(1)), has_reservation: true, ..THROTTLED.verdict });
     let replies = [useless, AttemptReport { presented_reservation: true, ..useless }];
     for name in 0..12 {
         let sent = api.call(CallOptions::default(), &mut Answers::of(&api, &replies, &log, name)).await;
@@ -92,7 +94,8 @@ async fn useless_reservations_are_backed_off_from() {
 /// Each call has its reservation once. One that is refused at its instant is a throttled call like any other.
 #[tokio::test(start_paused = true)]
 async fn a_missed_reservation_is_followed_by_the_back_off() {
-    let reserved = AttemptReport { retry_after: Some(Span::from_millis(70)), has_reservation: true, ..THROTTLED };
+    let reserved =
+        with_verdict(Verdict { wait: Some(Span::from_millis(70)), has_reservation: true, ..THROTTLED.verdict });
     let missed = AttemptReport { presented_reservation: true, ..reserved };
     let settings =
         "adaptive = \"off\"\ntimeout = \"1h\"\nretry = { max_attempts = 5, base = \"5s\", jitter = \"none\" }\n";
@@ -115,12 +118,12 @@ async fn an_older_reply_closes_no_reservation() {
     let (api, log) = (provider("adaptive = \"off\"\nlearn_limits = true\n"), Log::default());
     let left = |amount| {
         let amount = RemainingAmount { amount, limit: None, resets_at: api.clock().now() + Span::from_secs(9) };
-        AttemptReport { remaining: Remaining { calls: Some(amount), cost: None }, ..GOOD }
+        with_verdict(Verdict { remaining: Remaining { calls: Some(amount), cost: None }, ..GOOD.verdict })
     };
     api.call(CallOptions::default(), &mut Answers::of(&api, &[left(5)], &log, 0)).await.unwrap();
     let retry_after = Some(Span::from_millis(70));
-    let reserved = AttemptReport { retry_after, has_reservation: true, ..left(0) };
-    let reserved = AttemptReport { class: THROTTLED.class, ..reserved };
+    let verdict = Verdict { wait: retry_after, has_reservation: true, ..left(0).verdict };
+    let reserved = with_verdict(Verdict { class: Class::Throttled, was_refused: true, ..verdict });
     let calls = [(&[left(1)][..], 30), (&[left(0)], 35), (&[reserved, GOOD], 5)].map(|(replies, millis)| {
         let upstream = Answers::of(&api, replies, &log, millis).after(Duration::from_millis(millis.into()));
         spawn(&api, CallOptions::default(), upstream)

@@ -24,7 +24,7 @@ apply[COOLDOWN] = function(op, state)
     if op.generation >= state.generation then
       state.generation = min(op.generation + 1, MAX_GENERATION)
       state.closings_in_row = min(state.closings_in_row + 1, 255)
-      wait = max(wait, closing_wait(op, state.closings_in_row))
+      if wait == 0 or state.closings_in_row > 1 then wait = max(wait, closing_wait(op, state.closings_in_row)) end
     end
     close(state, min(now + wait, NEVER))
   elseif op.verb == DEBIT then

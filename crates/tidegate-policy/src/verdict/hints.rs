@@ -2,21 +2,26 @@
 
 use std::cmp::Reverse;
 use std::sync::LazyLock;
-use std::time::UNIX_EPOCH;
 
 use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
 use sfv::{BareItem, Dictionary, List, ListEntry, Parser};
 use tidegate_core::call::Measure;
-use tidegate_core::{Remaining, RemainingAmount, Span, Time};
+use tidegate_core::{Class, Remaining, RemainingAmount, Span, Time, Verdict};
 
+use super::times::{ReplyClock, TimeUnit, date_micros, parse_digits, parse_scaled, span};
 use crate::reservation::{ReplyReservation, TIDEGATE_RESERVATION};
-use crate::units::parse_duration;
 
 /// gRPC's header for the wait. A negative or unreadable value asks for no retry at all (gRFC A6).
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
-/// Headers with waits in milliseconds: Azure's, and that of LLM providers.
-const MILLISECOND_HEADERS: [HeaderName; 2] =
-    [HeaderName::from_static("x-ms-retry-after-ms"), HeaderName::from_static("retry-after-ms")];
+/// Headers with waits in milliseconds: Azure's, those of LLM providers, and AWS'.
+const MILLISECOND_HEADERS: [HeaderName; 3] = [
+    HeaderName::from_static("x-ms-retry-after-ms"),
+    HeaderName::from_static("retry-after-ms"),
+    HeaderName::from_static("x-amz-retry-after"),
+];
+/// Headers that forbid a retry if they are `false`: those of LLM providers and Stripe.
+const SHOULD_RETRY: [HeaderName; 2] =
+    [HeaderName::from_static("x-should-retry"), HeaderName::from_static("stripe-should-retry")];
 /// The header of draft-ietf-httpapi-ratelimit-headers.
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 /// The most lines of `RateLimit` that are read; a provider has only a few limits.
@@ -53,29 +58,28 @@ static HEADER_FAMILIES: LazyLock<Vec<HeaderFamily>> = LazyLock::new(|| {
     families.into_iter().map(family).collect()
 });
 
-/// The least number that is read as Unix time in milliseconds: in seconds it would be the year 5138.
-const EPOCH_MILLIS: u128 = 100_000_000_000;
-/// The least number that is read as Unix time in seconds: as a wait it would be three years.
-const EPOCH_SECS: u128 = 100_000_000;
-
 /// The hints in a reply's headers about the time for the next call.
 ///
-/// In a wait or a reset, these are ignored: zero, negative numbers, unreadable values and moments in the past. A header
-/// that occurs twice is ignored, except `RateLimit`. A time beyond [`Span::MAX`] becomes that. If the reply has a
-/// `Date`, moments are compared with it, so a difference between the server's clock and ours doesn't matter.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// In a wait or a reset, these are ignored: zero, negative numbers, unreadable values and moments in the past. Of a wait
+/// that occurs several times, the longest counts; another header that occurs twice is ignored, except `RateLimit`. A time
+/// beyond [`Span::MAX`] becomes that. If the reply has a `Date`, moments are compared with it, so a difference between the
+/// server's clock and ours doesn't matter.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Hints {
     /// The wait that the server asks for. The first readable of these counts, the most exact first:
-    /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Retry-After` (seconds or HTTP date).
+    /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `x-amz-retry-after` (milliseconds), `Retry-After`
+    /// (seconds, a Unix time, a duration or a date).
     pub retry_after: Option<Span>,
+    /// The header that gives it.
+    pub retry_after_header: Option<HeaderName>,
     /// The time until the instant of `Tidegate-Reservation`, within the last second of `Retry-After`. Means nothing unless
     /// the reply is a refusal. `None` if a more exact header gives the wait.
     pub reserved_in: Option<Span>,
     /// The time until which nothing is left: the latest reset of all allowances at zero. The allowances are `RateLimit`
     /// (`r=0;t=…`, and `remaining=0, reset=…` of earlier drafts), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and
     /// those with which OpenAI and Anthropic count requests and tokens, each with its reset. A reset is a number, a
-    /// duration such as `6m0s`, an RFC 3339 time or an HTTP date. A number is Unix time in seconds or milliseconds, or
+    /// duration such as `6m0s`, or a date. A number is Unix time in seconds, milliseconds, microseconds or nanoseconds, or
     /// seconds from now, depending on its size.
     pub spent_until: Option<Time>,
     /// The latest reset of allowances without a remaining amount. After a refusal it is the best available guess.
@@ -86,50 +90,87 @@ pub struct Hints {
     /// `RateLimit`, `X-RateLimit-Remaining` and those with which OpenAI and Anthropic count requests and tokens, if
     /// they have resets.
     pub remaining: Remaining,
-    /// True if the server asks for no retry: `grpc-retry-pushback-ms` is no whole number from 0 up.
+    /// True if the server asks for no retry: `grpc-retry-pushback-ms` is no whole number from 0 up, or `x-should-retry` or
+    /// `stripe-should-retry` is `false`.
     pub asks_not_to_retry: bool,
 }
 
 impl Hints {
     /// Reads the headers of a reply that arrived at `now`.
     pub fn read(headers: &HeaderMap, now: Time) -> Self {
+        Self::read_except(headers, |_| false, now)
+    }
+
+    /// Reads the headers, except for the allowances in those that have another meaning.
+    pub(super) fn read_except(headers: &HeaderMap, is_excluded: impl Fn(&HeaderName) -> bool, now: Time) -> Self {
         if !headers.keys().any(is_hint_header) {
             return Self::default();
         }
-        let clock = ReplyClock { now, server: single_value(headers, &DATE).and_then(http_date) };
+        let mut hints = Self::read_waits(headers, now);
+        hints.read_allowances(headers, is_excluded, reply_clock(headers, now));
+        hints
+    }
+
+    fn read_waits(headers: &HeaderMap, now: Time) -> Self {
+        let clock = reply_clock(headers, now);
         let mut hints = Self::default();
         let pushback = headers.contains_key(&PUSHBACK).then(|| single_value(headers, &PUSHBACK).and_then(parse_digits));
-        hints.asks_not_to_retry = pushback == Some(None);
-        hints.retry_after = pushback
-            .flatten()
-            .map(|millis| span(millis, 1_000))
-            .or_else(|| MILLISECOND_HEADERS.iter().find_map(|name| parse_wait(single_value(headers, name)?, 1_000)))
-            .or_else(|| {
-                let whole_seconds = single_value(headers, &RETRY_AFTER).and_then(|text| clock.retry_after(text))?;
-                let reservation = single_value(headers, &TIDEGATE_RESERVATION).and_then(|text| text.parse().ok());
-                let wait_within = |reservation: ReplyReservation| reservation.wait_within(whole_seconds, now);
-                hints.reserved_in = reservation.map(wait_within).filter(|wait| !wait.is_zero());
-                Some(whole_seconds)
-            })
-            .filter(|wait| !wait.is_zero());
+        let forbids = |name| single_value(headers, name).is_some_and(|value| value.eq_ignore_ascii_case("false"));
+        hints.asks_not_to_retry = pushback == Some(None) || SHOULD_RETRY.iter().any(forbids);
+        let longest = |name: &HeaderName, unit: TimeUnit| {
+            let lines = headers.get_all(name).iter().take(MAX_LINES).filter_map(|value| value.to_str().ok());
+            lines.filter_map(|text| clock.read(text, unit)).max().map(|wait| (wait, name.clone()))
+        };
+        let in_millis = || MILLISECOND_HEADERS.iter().find_map(|name| longest(name, TimeUnit::Wait(1_000)));
+        let pushback = pushback.flatten().map(|millis| (span(millis, 1_000), PUSHBACK));
+        let told = pushback.or_else(in_millis).or_else(|| {
+            let (wait, header) = longest(&RETRY_AFTER, TimeUnit::Any)?;
+            let reservation = single_value(headers, &TIDEGATE_RESERVATION).and_then(|text| text.parse().ok());
+            let wait_within = |reservation: ReplyReservation| reservation.wait_within(wait, now);
+            hints.reserved_in = reservation.map(wait_within).filter(|wait| !wait.is_zero());
+            Some((wait, header))
+        });
+        if let Some((wait, header)) = told.filter(|(wait, _)| !wait.is_zero()) {
+            (hints.retry_after, hints.retry_after_header) = (Some(wait), Some(header));
+        }
+        hints
+    }
+
+    /// Reads the usual headers that tell allowances.
+    fn read_allowances(&mut self, headers: &HeaderMap, is_excluded: impl Fn(&HeaderName) -> bool, clock: ReplyClock) {
+        let now = clock.now;
         for family in HEADER_FAMILIES.iter() {
-            let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
-            let wait = single_value(headers, &family.reset).and_then(|text| clock.reset(text));
-            hints.update_reset(left.map(|left| left == 0), wait, now);
-            let limit = single_value(headers, &family.limit).and_then(parse_digits);
-            if let (Some(left), Some(wait)) = (left, wait) {
-                hints.update_remaining(family.measure, left, limit, now + wait);
+            if [&family.remaining, &family.reset].into_iter().any(&is_excluded) {
+                continue;
             }
+            let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
+            let wait = single_value(headers, &family.reset).and_then(|text| clock.read(text, TimeUnit::Any));
+            let limit = single_value(headers, &family.limit).and_then(parse_digits);
+            self.add_allowance(family.measure, left, limit, wait, None, now);
         }
         for line in headers.get_all(&RATE_LIMIT).iter().take(MAX_LINES) {
             for (left, wait) in parse_rate_limit(line.as_bytes()) {
-                hints.update_reset(left.map(|left| left == 0), wait, now);
-                if let (Some(left), Some(wait)) = (left, wait.filter(|wait| !wait.is_zero())) {
-                    hints.update_remaining(Measure::Calls, left, None, now + wait);
-                }
+                self.add_allowance(Measure::Calls, left, None, wait, None, now);
             }
         }
-        hints
+    }
+
+    /// Adds an allowance: what is left, of how much, and the time until its reset. The length of its window bounds that, but
+    /// tells no wait.
+    pub(super) fn add_allowance(
+        &mut self,
+        measure: Measure,
+        left: Option<u128>,
+        limit: Option<u128>,
+        wait: Option<Span>,
+        window: Option<Span>,
+        now: Time,
+    ) {
+        let wait = wait.filter(|wait| !wait.is_zero());
+        self.update_reset(left.map(|left| left == 0), wait, now);
+        if let (Some(left), Some(wait)) = (left, wait.or(window)) {
+            self.update_remaining(measure, left, limit, now + wait);
+        }
     }
 
     /// The time without calls after a refusal: until a reservation, otherwise the wait that the server asks for, otherwise
@@ -138,6 +179,19 @@ impl Hints {
         let until = |at: Option<Time>| at.map(|at| at.since(now)).filter(|wait| !wait.is_zero());
         let told = self.reserved_in.or(self.retry_after);
         told.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
+    }
+
+    /// Limits the times of resets, so that no reply closes anything for longer.
+    pub(super) fn limit_resets(&mut self, latest: Time) {
+        let times = [&mut self.spent_until, &mut self.resets_at].into_iter().flatten();
+        let of_amounts = [&mut self.remaining.calls, &mut self.remaining.cost].into_iter().flatten();
+        times.chain(of_amounts.map(|amount| &mut amount.resets_at)).for_each(|at| *at = latest.min(*at));
+    }
+
+    /// A verdict of this class with the allowances.
+    pub(super) fn verdict(&self, class: Class) -> Verdict {
+        let spent_until = self.spent_until.filter(|_| !class.is_refusal());
+        Verdict { spent_until, remaining: self.remaining, ..Verdict::new(class) }
     }
 
     fn update_remaining(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
@@ -171,39 +225,11 @@ impl Hints {
     }
 }
 
-/// The local time, and the server's in whole seconds.
-struct ReplyClock {
-    now: Time,
-    server: Option<u64>,
-}
-
-impl ReplyClock {
-    /// The time until a moment of the server's clock, given in microseconds since the Unix epoch.
-    fn until(&self, micros: u128) -> Span {
-        let present = self.server.map_or(u128::from(self.now.as_micros()), |secs| u128::from(secs) * 1_000_000);
-        span(micros.saturating_sub(present), 1)
-    }
-
-    fn until_date(&self, text: &str) -> Option<Span> {
-        http_date(text).map(|secs| self.until(u128::from(secs) * 1_000_000))
-    }
-
-    fn retry_after(&self, text: &str) -> Option<Span> {
-        parse_wait(text, 1_000_000).or_else(|| self.until_date(text))
-    }
-
-    fn reset(&self, text: &str) -> Option<Span> {
-        if let Some(number) = parse_scaled(text, 1_000_000) {
-            return Some(match number / 1_000_000 {
-                EPOCH_MILLIS.. => self.until(number / 1_000),
-                EPOCH_SECS.. => self.until(number),
-                _ => span(number, 1),
-            });
-        }
-        let moment = || text.parse::<jiff::Timestamp>().ok();
-        let rfc3339 = || u128::try_from(moment()?.as_microsecond()).ok().map(|micros| self.until(micros));
-        parse_duration(text).ok().or_else(rfc3339).or_else(|| self.until_date(text))
-    }
+/// The clock by which the times of a reply are read.
+pub(super) fn reply_clock(headers: &HeaderMap, now: Time) -> ReplyClock {
+    let micros = single_value(headers, &DATE).and_then(date_micros);
+    let server = micros.and_then(|micros| u64::try_from(micros / 1_000_000).ok());
+    ReplyClock { now, server }
 }
 
 /// Parses one line of `RateLimit`: for each limit, the amount that is left and the time until its reset.
@@ -230,8 +256,18 @@ fn parse_rate_limit(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
 /// True if a header may hold a hint. Most replies have none, and one look at the headers that exist is faster than
 /// a search for each known name.
 fn is_hint_header(name: &HeaderName) -> bool {
-    const BEGINNINGS: [&str; 7] =
-        ["rate", "retry-", "x-rate", "x-ms-retry-", "grpc-retry-", "anthropic-ratelimit-", "tidegate-reservation"];
+    const BEGINNINGS: [&str; 10] = [
+        "rate",
+        "retry-",
+        "x-rate",
+        "x-ms-retry-",
+        "grpc-retry-",
+        "anthropic-ratelimit-",
+        "tidegate-reservation",
+        "x-amz-retry-",
+        "x-should-",
+        "stripe-should-",
+    ];
     BEGINNINGS.iter().any(|beginning| name.as_str().starts_with(beginning))
 }
 
@@ -240,41 +276,6 @@ fn single_value<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str
     let mut values = headers.get_all(name).iter();
     let value = values.next()?.to_str().ok()?.trim();
     values.next().is_none().then_some(value)
-}
-
-/// Converts an HTTP date (RFC 9110 §5.6.7) to seconds since the Unix epoch.
-fn http_date(text: &str) -> Option<u64> {
-    let date = httpdate::parse_http_date(text).ok()?;
-    date.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs())
-}
-
-/// Parses a whole number, saturating.
-fn parse_digits(text: &str) -> Option<u128> {
-    let all = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    all.then(|| {
-        text.bytes().fold(0_u128, |number, byte| number.saturating_mul(10).saturating_add(u128::from(byte - b'0')))
-    })
-}
-
-/// Parses a decimal number without sign or exponent and multiplies it by `scale`, rounded up and saturating.
-fn parse_scaled(text: &str, scale: u32) -> Option<u128> {
-    /// The number of digits after the point that matter.
-    const PLACES: usize = 9;
-    let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
-    parse_digits(fraction)?;
-    let fraction = &fraction[..fraction.len().min(PLACES)];
-    let places = 10_u128.pow(u32::try_from(fraction.len()).ok()?);
-    let part = (parse_digits(fraction)? * u128::from(scale)).div_ceil(places);
-    Some(parse_digits(whole)?.saturating_mul(u128::from(scale)).saturating_add(part))
-}
-
-/// Parses a decimal number of units; a unit is `micros` microseconds.
-fn parse_wait(text: &str, micros: u32) -> Option<Span> {
-    parse_scaled(text, micros).map(|micros| span(micros, 1))
-}
-
-fn span(number: u128, micros: u128) -> Span {
-    Span::from_micros(u64::try_from(number.saturating_mul(micros)).unwrap_or(u64::MAX))
 }
 
 #[cfg(test)]
@@ -358,7 +359,7 @@ mod tests {
             ("0", None),
             ("0.0", None),
             ("-1", None),
-            ("+7", None),
+            ("+7", Some(7_000)),
             ("1e999", None),
             ("1e3", None),
             ("inf", None),
@@ -367,14 +368,17 @@ mod tests {
             (".", None),
             ("7.", None),
             ("7.0.1", None),
-            ("7, 7", None),
-            ("7s", None),
+            ("7, 7", Some(7_000)),
+            ("7s", Some(7_000)),
+            ("\"7\"", Some(7_000)),
+            ("1767225607", Some(7_000)),
             ("soon", None),
             ("Thu, 01 Jan 2026 00:00:20 CEST", None),
+            ("Thu, 01 Jan 2026 00:00:20 UTC", Some(20_000)),
         ] {
             assert_eq!(waits(&[("retry-after", text)]), millis, "{text:?}");
         }
-        assert_eq!(waits(&[("retry-after", "7"), ("retry-after", "7")]), None, "it is there twice");
+        assert_eq!(waits(&[("retry-after", "7"), ("retry-after", "9")]), Some(9_000), "the longest");
         let mut raw = HeaderMap::new();
         raw.insert(RETRY_AFTER, HeaderValue::from_bytes(b"7\xff").unwrap());
         assert_eq!(Hints::read(&raw, NOW), Hints::default());

@@ -1,0 +1,237 @@
+//! The scopes of a provider: parts of a credential that are closed on their own, such as a resource, a model or a route.
+//!
+//! A request may name its scope by itself. Otherwise replies name it, for each route. Until then the route is the scope.
+
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+
+use crate::remaining::RemainingTracker;
+use crate::time::MAX_CLOCK_LAG;
+use crate::{Remaining, Span, Time};
+
+/// The maximum number of scopes of a provider, each with each credential, and of routes with a known scope.
+///
+/// At the bound, open scopes without calls in flight are forgotten, those that were used longest ago first. No closed one
+/// is. If none can be forgotten, a further scope isn't known, and what closes it closes the credential.
+pub const MAX_SCOPES: usize = 10_000;
+
+/// The part of the scopes that is forgotten at once, so that a search through all of them is rare.
+const FORGOTTEN_AT_ONCE: usize = MAX_SCOPES / 8;
+
+/// The time after a search that found nothing to forget in which there is no other.
+const SEARCH_INTERVAL: Span = Span::from_secs(1);
+
+/// The route of a call, and the scope that its request names. The default is none of both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallScope {
+    /// A hash of what is called, such as the method and the path without ids; 0 if it is unknown. Failures and rejections
+    /// at one route are told from those at several.
+    pub route: u64,
+    /// The key of the scope that the request names; 0 if it names none.
+    pub key: u64,
+    /// True if replies name the scope of the route.
+    pub is_learnt: bool,
+}
+
+impl CallScope {
+    /// The key of the calls that wait together: the scope, or the route if replies name that. 0 if there are no scopes.
+    pub(super) fn queue_key(self) -> u64 {
+        match self.key {
+            0 if self.is_learnt => self.route,
+            key => key,
+        }
+    }
+}
+
+/// A scope with one credential.
+#[derive(Clone, Copy, Debug, Default)]
+struct ScopeState {
+    closed_until: Time,
+    remaining: RemainingTracker,
+    used_at: Time,
+    /// True if a reply has named it. Others have names that callers choose.
+    is_taught: bool,
+}
+
+impl ScopeState {
+    fn is_idle(&self, now: Time) -> bool {
+        self.closed_until <= now && self.remaining.is_idle()
+    }
+}
+
+/// The scopes of a provider and the routes that lead to them.
+#[derive(Debug, Default)]
+pub(super) struct Scopes {
+    states: BTreeMap<(u64, u16), ScopeState>,
+    routes: BTreeMap<u64, u64>,
+    searched_at: Time,
+}
+
+impl Scopes {
+    /// The key of the scope of a call; 0 if it has none.
+    pub(super) fn key_of(&self, scope: CallScope) -> u64 {
+        match scope.key {
+            0 if scope.is_learnt => self.routes.get(&scope.route).copied().unwrap_or(scope.route),
+            key => key,
+        }
+    }
+
+    /// Learns that the calls of a route belong to a scope.
+    pub(super) fn teach(&mut self, route: u64, key: u64) {
+        if self.routes.len() >= MAX_SCOPES && !self.routes.contains_key(&route) {
+            // A forgotten route is learnt again from its next reply.
+            self.routes.clear();
+        }
+        self.routes.insert(route, key);
+    }
+
+    /// The time at which a call of this cost may use the scope with this credential; `now` if it may.
+    pub(super) fn free_at(&mut self, key: u64, credential: usize, cost: u64, tracks: bool, now: Time) -> Time {
+        let Some(state) = self.states.get_mut(&(key, credential as u16)) else { return now };
+        // The times are in the far future if the clock has stepped back since.
+        if state.used_at > now + MAX_CLOCK_LAG {
+            (state.closed_until, state.used_at) = (Time::ZERO, now);
+        }
+        let free_at = if tracks { state.remaining.free_at(cost, now) } else { now };
+        free_at.max(state.closed_until).max(now)
+    }
+
+    /// The time until which the scope is certainly closed with this credential. [`Time::ZERO`] if it isn't.
+    pub(super) fn closed_until(&self, key: u64, credential: usize) -> Time {
+        self.states.get(&(key, credential as u16)).map_or(Time::ZERO, |state| state.closed_until)
+    }
+
+    /// Closes the scope with this credential, if no later end is known. Returns false if there is no room for another scope.
+    pub(super) fn close(&mut self, key: u64, credential: usize, until: Time, is_taught: bool, now: Time) -> bool {
+        let Some(state) = self.state_mut(key, credential, is_taught, now) else { return false };
+        state.closed_until = until.max(state.closed_until);
+        true
+    }
+
+    /// Closes the scope until exactly this time, because the provider keeps room for a call from then on.
+    pub(super) fn close_exactly(&mut self, key: u64, credential: usize, until: Time, now: Time) -> bool {
+        let Some(state) = self.state_mut(key, credential, false, now) else { return false };
+        state.closed_until = until;
+        state.remaining.keep_room();
+        true
+    }
+
+    pub(super) fn record_sent(&mut self, key: u64, credential: usize, cost: u64, now: Time) {
+        if let Some(state) = self.state_mut(key, credential, false, now) {
+            state.remaining.record_sent(cost);
+        }
+    }
+
+    /// Records the end of a request in one scope, and what its reply reports about a scope, which may be another one.
+    pub(super) fn record_end(
+        &mut self,
+        [sent_key, told_key]: [u64; 2],
+        credential: usize,
+        (cost, sent_at, answered): (u64, Time, bool),
+        reported: Remaining,
+        now: Time,
+    ) {
+        let own = if told_key == sent_key { reported } else { Remaining::default() };
+        if let Some(state) = self.states.get_mut(&(sent_key, credential as u16)) {
+            state.remaining.record_end(cost, sent_at, answered, own);
+        }
+        if told_key != sent_key
+            && let Some(state) = self.state_mut(told_key, credential, true, now)
+        {
+            state.remaining.record_report(sent_at, reported);
+        }
+    }
+
+    /// Forgets everything that replies have said. The calls in flight are no longer known.
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// The number of scopes that are closed, each with each credential.
+    pub(super) fn closed(&self, now: Time) -> usize {
+        self.states.values().filter(|state| state.closed_until > now).count()
+    }
+
+    /// The state of a scope with a credential, a new one if need be. `None` if there is no room.
+    fn state_mut(&mut self, key: u64, credential: usize, is_taught: bool, now: Time) -> Option<&mut ScopeState> {
+        let place = (key, credential as u16);
+        if self.states.len() >= MAX_SCOPES && !self.states.contains_key(&place) {
+            self.forget_idle(is_taught, now);
+            if self.states.len() >= MAX_SCOPES {
+                return None;
+            }
+        }
+        let state = self.states.entry(place).or_default();
+        state.used_at = now;
+        state.is_taught |= is_taught;
+        Some(state)
+    }
+
+    /// Forgets the scopes that are open and idle and were used longest ago, for one that a reply has named or for one
+    /// that a caller names: these never displace the first.
+    #[cold]
+    fn forget_idle(&mut self, for_taught: bool, now: Time) {
+        if self.searched_at <= now && now < self.searched_at + SEARCH_INTERVAL {
+            return;
+        }
+        self.searched_at = now;
+        let idle = self.states.iter().filter(|(_, state)| state.is_idle(now) && (for_taught || !state.is_taught));
+        let mut idle: Vec<_> = idle.map(|(place, state)| (state.is_taught, state.used_at, *place)).collect();
+        idle.sort_unstable();
+        let found = idle.len();
+        for (_, _, place) in idle.into_iter().take(FORGOTTEN_AT_ONCE) {
+            self.states.remove(&place);
+        }
+        if found > 0 {
+            self.searched_at = Time::ZERO;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(secs: u64) -> Time {
+        Time::from_secs(1_700_000_000 + secs)
+    }
+
+    #[test]
+    fn a_route_leads_to_its_learnt_scope() {
+        let mut scopes = Scopes::default();
+        let call = CallScope { route: 7, key: 0, is_learnt: true };
+        assert_eq!([scopes.key_of(call), call.queue_key()], [7, 7], "until it is known");
+        scopes.teach(7, 99);
+        assert_eq!([scopes.key_of(call), call.queue_key()], [99, 7]);
+        assert_eq!(scopes.key_of(CallScope { key: 5, ..call }), 5, "the request names it");
+        assert_eq!(scopes.key_of(CallScope { route: 7, ..CallScope::default() }), 0);
+    }
+
+    #[test]
+    fn closed_scopes_are_never_forgotten_and_chosen_names_displace_no_taught_ones() {
+        let mut scopes = Scopes::default();
+        for key in 1..=5_000 {
+            assert!(scopes.close(key, 0, at(100), true, at(0)));
+        }
+        for key in 5_001..=10_000 {
+            assert!(scopes.close(key, 0, at(1), true, at(0)), "these are open soon");
+        }
+        assert!(!scopes.close(20_000, 0, at(9), false, at(2)), "a caller's name displaces none");
+        for key in 20_000..=25_000 {
+            scopes.close(key, 0, at(100), true, at(4));
+        }
+        assert_eq!(scopes.states.len(), MAX_SCOPES);
+        assert!(!scopes.close(30_000, 0, at(9), true, at(6)), "all are closed");
+        let closed = |key| scopes.closed_until(key, 0);
+        assert!((1..=5_000).all(|key| closed(key) == at(100)));
+        assert_eq!(scopes.free_at(1, 0, 1, true, at(5)), at(100));
+        assert_eq!(scopes.free_at(1, 1, 1, true, at(5)), at(5), "with another credential");
+    }
+
+    #[test]
+    fn a_clock_that_steps_back_opens_scopes() {
+        let mut scopes = Scopes::default();
+        scopes.close(1, 0, at(100_060), true, at(100_000));
+        assert_eq!(scopes.free_at(1, 0, 1, true, at(0)), at(0));
+    }
+}
