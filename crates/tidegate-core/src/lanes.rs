@@ -9,8 +9,12 @@
 //! place of the quantum). Second, among lanes that have waited for a whole window, the one that has waited longest goes
 //! first, so that even a limit of a few calls per window reaches every lane. A lane that is held back by a limit of its
 //! own (calls in flight, a quota, its hours) doesn't hold back others, and earns nothing.
+//!
+//! A part of the provider's API may be closed on its own: a *scope*, such as its search, a model or a route. While it
+//! is, its calls are held, and those behind them in their lane go past. The calls of a scope keep their order.
 
 mod refusal;
+mod scopes;
 mod spec;
 
 use alloc::vec::Vec;
@@ -21,7 +25,8 @@ use crate::heap::IndexHeap;
 use crate::{MAX_COST, PER_MILLE, Span, Time};
 use refusal::RefusedCall;
 pub use refusal::{Refusal, RefusalScope, WaitReason};
-pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFullError};
+use scopes::{Arrival, ScopeQueues};
+pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFullError, ScopedLane};
 
 /// Identifies a queued call. Once the call has left, it has no effect until 2^32 other calls have used its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,16 +62,36 @@ pub enum QueueStep {
 struct QueuedCall {
     arrival: u64,
     cost: u64,
+    scope: u64,
     generation: u32,
     lane: Lane,
     /// True if it isn't displaced: other callers wait for it too, or it has [entered again](Lanes::enqueue_again).
     keeps_place: bool,
 }
 
+impl QueuedCall {
+    fn place(&self) -> ScopedLane {
+        self.lane.with_scope(self.scope)
+    }
+}
+
+/// The refusals that don't count if the answer of the store brings them, since something has changed after the
+/// question.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outdated {
+    Nothing,
+    /// Those of the scope.
+    Scope,
+    All,
+}
+
 #[derive(Clone, Debug, Default)]
 struct LaneQueue {
     spec: LaneSpec,
+    /// The calls without a scope, and the first call of each scope that isn't held.
     order: IndexHeap<u64>,
+    /// The number of waiting calls that aren't in `order`.
+    unlisted: u32,
     in_flight: u32,
     /// The credit that the floor has earned since the lane began to wait, less the spent one, in thousandths of cost.
     credit: u64,
@@ -76,11 +101,18 @@ struct LaneQueue {
     refused: RefusedCall,
 }
 
+impl LaneQueue {
+    fn waiting(&self) -> usize {
+        self.order.len() + self.unlisted as usize
+    }
+}
+
 /// The queued calls of one provider in one process, and the number of calls in flight.
 ///
 /// A driver reports each event and then calls [`Lanes::poll`] until it returns [`QueueStep::Sleep`]. Enqueueing,
-/// removing and selecting a call take O(log n). At most `max_waiting` calls wait in each lane, and those that have entered
-/// [again](Self::enqueue_again). Their memory is kept.
+/// removing, selecting and refusing a call take O(log n); if several held scopes open at once, O(log n) for each. At
+/// most `max_waiting` calls wait in each lane, also held ones, and those that have entered
+/// [again](Self::enqueue_again). Their memory is kept. A scope is known only while a call of it waits.
 #[derive(Clone, Debug)]
 pub struct Lanes {
     max_in_flight: u32,
@@ -94,9 +126,9 @@ pub struct Lanes {
     asking: Option<Ticket>,
     /// The call that has lost its place, until the driver is told. Its slot is free only then.
     displaced: Option<Ticket>,
-    /// True if something has changed since the asking call was selected, so that a refusal may be outdated.
-    refusals_outdated: bool,
+    outdated: Outdated,
     refused: RefusedCall,
+    scopes: ScopeQueues,
 }
 
 impl Lanes {
@@ -117,14 +149,15 @@ impl Lanes {
             next_arrival: 0,
             asking: None,
             displaced: None,
-            refusals_outdated: false,
+            outdated: Outdated::Nothing,
             refused: RefusedCall::default(),
+            scopes: ScopeQueues::default(),
         }
     }
 
-    /// The number of waiting calls of a lane, including the one that is asking.
+    /// The number of waiting calls of a lane, including the one that is asking and those that are held.
     pub fn waiting(&self, lane: Lane) -> usize {
-        self.queue(lane).order.len()
+        self.queue(lane).waiting()
     }
 
     /// The number of calls of a lane in flight.
@@ -136,28 +169,33 @@ impl Lanes {
         self.queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.in_flight))
     }
 
-    /// Displaces a call of a full lane that [`displaces`](LaneSpec::displaces), so that a new one with this deadline finds
-    /// room: the second one, which has waited longest of those whose turn it isn't. The next [`Lanes::poll`] names it.
+    /// Displaces a call of a full lane that [`displaces`](LaneSpec::displaces), so that a new one with this deadline
+    /// finds room: the second one of those that aren't held, which has waited longest of those whose turn it isn't. If
+    /// at least half of the lane's calls are held, rather the first call of the held scope that opens last, so that
+    /// closed scopes don't take the places of the others. The next [`Lanes::poll`] names it.
     ///
-    /// Changes nothing, and returns false, if the second call has a later deadline, is asking the store, was
-    /// [joined](Self::join) or has entered [again](Self::enqueue_again), if the lane has more calls than its maximum, or if
-    /// the last displaced call is still to be named. A router may drop from the front of a full queue, too (RFC 7567 §2): as
-    /// many calls are sent, each after a shorter wait.
+    /// A call with a later deadline, one that is asking the store, was [joined](Self::join) or has entered
+    /// [again](Self::enqueue_again) keeps its place. Changes nothing, and returns false, if no call gives way, if the
+    /// lane has more calls than its maximum, or if the last displaced call is still to be named. A router may drop from
+    /// the front of a full queue, too (RFC 7567 §2): as many calls are sent, each after a shorter wait.
     #[cold]
     pub fn make_room(&mut self, lane: Lane, deadline: Time) -> bool {
         let LaneSpec { max_waiting, displaces, .. } = self.queue(lane).spec;
+        let waiting = self.waiting(lane);
         // The place of one of too many calls isn't free for another.
-        if self.waiting(lane) != max_waiting as usize || !displaces || self.displaced.is_some() {
+        if waiting != max_waiting as usize || !displaces || self.displaced.is_some() {
             return false;
         }
-        let Some((_, index)) = self.queue(lane).order.second() else { return false };
+        let gives_way = |index: &u32| {
+            let ticket = self.ticket(*index);
+            // A call that can wait less long than this one might leave the place unused.
+            let is_as_patient = self.deadlines.key(*index).is_some_and(|own| own <= deadline);
+            // An answer that is under way would be wasted.
+            is_as_patient && self.asking != Some(ticket) && !self.calls[ticket.index()].keeps_place
+        };
+        let held = self.scopes.first_of_last_held(lane).filter(|_| self.scopes.held_calls(lane) >= waiting.div_ceil(2));
+        let Some(index) = held.into_iter().chain(self.second_call(lane)).find(gives_way) else { return false };
         let ticket = self.ticket(index);
-        // A call that can wait less long than the second might leave the place unused.
-        let gives_way = self.deadlines.key(index).is_some_and(|own| own <= deadline);
-        // An answer that is under way would be wasted.
-        if !gives_way || self.asking == Some(ticket) || self.calls[ticket.index()].keeps_place {
-            return false;
-        }
         self.remove(ticket);
         // Its slot isn't used again before the driver is told.
         self.free_slots.pop();
@@ -165,29 +203,46 @@ impl Lanes {
         true
     }
 
-    /// Adds a call to a lane until it is granted, cancelled, displaced or expired at its deadline. `cost` is cut to 2^40.
+    /// Adds a call to a lane, and to a [scope](Lane::with_scope) if it has one, until it is granted, cancelled,
+    /// displaced or expired at its deadline. `cost` is cut to 2^40. If the scope is held, the call waits with the
+    /// others of it.
     ///
     /// # Errors
     /// [`QueueFullError`] if the lane already has the maximum number of waiting calls.
     #[inline]
-    pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFullError> {
-        self.check_room(lane)?;
+    pub fn enqueue(
+        &mut self,
+        place: impl Into<ScopedLane>,
+        cost: u64,
+        deadline: Time,
+        now: Time,
+    ) -> Result<Ticket, QueueFullError> {
+        let place = place.into();
+        self.check_room(place.lane)?;
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        Ok(self.add(arrival, lane, cost, deadline, now))
+        Ok(self.add(arrival, place, cost, deadline, now))
     }
 
     /// [Adds](Self::enqueue) a call that was granted before, at the place of its first [arrival](Self::arrival), even if the
     /// lane is full: there are only as many such calls as were in flight. It isn't displaced.
-    pub fn enqueue_again(&mut self, arrival: u64, lane: Lane, cost: u64, deadline: Time, now: Time) -> Ticket {
-        let ticket = self.add(arrival, lane, cost, deadline, now);
+    pub fn enqueue_again(
+        &mut self,
+        arrival: u64,
+        place: impl Into<ScopedLane>,
+        cost: u64,
+        deadline: Time,
+        now: Time,
+    ) -> Ticket {
+        let ticket = self.add(arrival, place.into(), cost, deadline, now);
         self.calls[ticket.index()].keeps_place = true;
         ticket
     }
 
     #[inline]
-    fn add(&mut self, arrival: u64, lane: Lane, cost: u64, deadline: Time, now: Time) -> Ticket {
-        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), generation: 0, lane, keeps_place: false };
+    fn add(&mut self, arrival: u64, place: ScopedLane, cost: u64, deadline: Time, now: Time) -> Ticket {
+        let ScopedLane { lane, scope } = place;
+        let call = QueuedCall { arrival, cost: cost.min(MAX_COST), scope, generation: 0, lane, keeps_place: false };
         let index = match self.free_slots.pop() {
             Some(index) => {
                 let entry = &mut self.calls[index as usize];
@@ -200,24 +255,27 @@ impl Lanes {
             }
         };
         self.deadlines.set(index, deadline);
-        self.insert(lane, index, now);
+        self.insert(place, (arrival, index), now);
         self.ticket(index)
     }
 
-    /// Moves a call to a more urgent lane, ahead of later arrivals. Returns false if it has left or isn't less urgent. A full
-    /// lane [makes room](Self::make_room) for it if it can.
+    /// Moves a call to a more urgent lane, ahead of later arrivals. It keeps its scope. Returns false if it has left or
+    /// isn't less urgent. A full lane [makes room](Self::make_room) for it if it can.
     ///
     /// # Errors
     /// [`QueueFullError`] if the other lane is full and makes no room. The call keeps its position.
     pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFullError> {
-        let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
+        let Some(&call) = self.call(ticket).filter(|call| call.lane < lane) else { return Ok(false) };
         self.make_room(lane, self.deadlines.key(ticket.index).unwrap_or(Time::NEVER));
         self.check_room(lane)?;
-        self.queue_mut(from).order.remove(ticket.index);
+        let entry = (call.arrival, ticket.index);
+        self.remove_from_order(call.place(), entry);
         self.calls[ticket.index()].lane = lane;
-        self.insert(lane, ticket.index, now);
-        // An answer that is still to come belongs to the old lane.
-        self.refusals_outdated |= self.asking == Some(ticket);
+        self.insert(lane.with_scope(call.scope), entry, now);
+        if self.asking == Some(ticket) {
+            // An answer that is still to come belongs to the old lane.
+            self.outdated = Outdated::All;
+        }
         Ok(true)
     }
 
@@ -244,9 +302,12 @@ impl Lanes {
         if self.displaced.is_some() {
             return self.name_displaced();
         }
+        if self.scopes.any_held() {
+            self.release_due(now);
+        }
         let Some((deadline, index)) = self.deadlines.first() else { return QueueStep::Sleep(Time::NEVER) };
-        let QueuedCall { lane, cost, .. } = self.calls[index as usize];
-        if deadline <= now || self.refused_past(deadline, lane, cost, now).is_some() {
+        let call = &self.calls[index as usize];
+        if deadline <= now || self.refused_past(deadline, call.place(), call.cost, now).is_some() {
             let ticket = self.ticket(index);
             self.remove(ticket);
             return QueueStep::Expired(ticket);
@@ -260,7 +321,7 @@ impl Lanes {
             if let Some((lane, index, cost)) = self.next_call(now) {
                 if !self.refused.applies_to(lane, cost, now) {
                     let ticket = self.ticket(index);
-                    (self.asking, self.refusals_outdated) = (Some(ticket), false);
+                    (self.asking, self.outdated) = (Some(ticket), Outdated::Nothing);
                     return QueueStep::AskStore(ticket);
                 }
                 wake_at = wake_at.min(self.refused.refusal.until);
@@ -270,6 +331,9 @@ impl Lanes {
                 let next = changes.into_iter().flatten().filter(|&change| change > now).min();
                 wake_at = wake_at.min(next.unwrap_or(Time::NEVER));
             }
+            if self.scopes.any_held() {
+                wake_at = wake_at.min(self.next_release_at());
+            }
         }
         QueueStep::Sleep(wake_at)
     }
@@ -278,6 +342,9 @@ impl Lanes {
     /// until [`Lanes::record_end`]. `None` if it had left before: the driver must then give back the charged cost.
     pub fn grant(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
         let call = self.remove(ticket)?;
+        if self.scopes.any_held() {
+            self.release_due(now);
+        }
         // A call that costs nothing also uses a turn.
         let charged = call.cost.max(1);
         for lane in Lane::ALL {
@@ -296,7 +363,7 @@ impl Lanes {
     }
 
     /// Records that a call was refused its turn. The call keeps its position. Until then, no call with the same refusal
-    /// is selected, unless [`Lanes::clear_refusals`] is called.
+    /// is selected, unless [`Lanes::clear_refusals`] is called, or [`Lanes::clear_scope_refusals`] for a refused scope.
     ///
     /// A call that is refused permanently must be cancelled instead. Otherwise the calls behind it would wait with it.
     pub fn refuse(&mut self, ticket: Ticket, refusal: Refusal, now: Time) {
@@ -304,41 +371,45 @@ impl Lanes {
             return;
         }
         self.asking = None;
-        if !self.refusals_outdated {
-            let QueuedCall { lane, cost, .. } = self.calls[ticket.index()];
-            let refused = RefusedCall { refusal, refused_at: now, lane, cost };
-            match refusal.scope {
-                RefusalScope::Lane => self.queue_mut(lane).refused = refused,
-                RefusalScope::Provider => self.refused = refused,
-            }
+        let call = self.calls[ticket.index()];
+        let is_of_scope = refusal.scope == RefusalScope::Part && call.scope != 0;
+        if self.outdated == Outdated::All || self.outdated == Outdated::Scope && is_of_scope {
+            return;
+        }
+        let refused = RefusedCall { refusal, refused_at: now, lane: call.lane, cost: call.cost };
+        match refusal.scope {
+            RefusalScope::Provider => self.refused = refused,
+            RefusalScope::Part if is_of_scope => self.hold(call.place(), refusal, now),
+            RefusalScope::Part | RefusalScope::Lane => self.queue_mut(call.lane).refused = refused,
         }
     }
 
-    /// The refusal that a call of this lane and cost would wait for until its deadline or longer, even as the first of
-    /// its lane. `None` if no refusal shows that.
-    pub fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, now: Time) -> Option<Refusal> {
-        let refusals = self.refusals(lane, cost, now).filter(|refusal| refusal.closed_until >= deadline);
-        refusals.max_by_key(|refusal| refusal.until)
-    }
-
-    /// Like [`Lanes::refused_past`], for a new call behind the waiting calls of its lane. Those that can be sent before
-    /// their deadlines are assumed to stay, also one that would make room. The refusal's times are those of the new call.
-    ///
-    /// It takes constant time, or O(n log n) if the new call is refused or calls before it can't be sent in time.
-    pub fn refused_behind(&self, deadline: Time, lane: Lane, cost: u64, now: Time) -> Option<Refusal> {
-        let behind_all = |refusal: &Refusal| refusal.behind(self.waiting(lane)).closed_until >= deadline;
-        let refusals = self.refusals(lane, cost, now).filter(behind_all);
-        let refusals = refusals.map(|refusal| refusal.behind(self.sendable_ahead(lane, refusal)));
-        refusals.filter(|refusal| refusal.closed_until >= deadline).max_by_key(|refusal| refusal.until)
-    }
-
-    /// Deletes all refusals, also one still to come for the asking call, because something was given back or reset.
+    /// Deletes all refusals but those of scopes, also one still to come for the asking call, because something was
+    /// given back or reset.
     pub fn clear_refusals(&mut self) {
         self.refused = RefusedCall::default();
         for queue in &mut self.queues {
             queue.refused = RefusedCall::default();
         }
-        self.refusals_outdated = true;
+        self.outdated = Outdated::All;
+    }
+
+    /// Deletes the refusals of a scope in all lanes, also one still to come for the asking call, because the scope is
+    /// open again.
+    pub fn clear_scope_refusals(&mut self, scope: u64) {
+        for lane in Lane::ALL {
+            self.release(lane.with_scope(scope));
+        }
+        let asks = self.asking.is_some_and(|ticket| self.calls[ticket.index()].scope == scope);
+        if asks && self.outdated == Outdated::Nothing {
+            self.outdated = Outdated::Scope;
+        }
+    }
+
+    /// Deletes all refusals, also those of scopes. Takes O(log n) for each held scope.
+    pub fn clear_all_refusals(&mut self) {
+        self.clear_refusals();
+        self.release_all();
     }
 
     /// Records the end of a call that was granted for this lane.
@@ -397,29 +468,7 @@ impl Lanes {
         self.ready_at(lane, now).is_some_and(|ready_at| ready_at <= now)
     }
 
-    /// The refusals that apply to such a call.
-    fn refusals(&self, lane: Lane, cost: u64, now: Time) -> impl Iterator<Item = Refusal> {
-        let refused = [&self.refused, &self.queue(lane).refused].into_iter();
-        refused.filter(move |refused| refused.applies_to(lane, cost, now)).map(|refused| refused.refusal)
-    }
-
-    /// The number of a lane's waiting calls that this refusal and a pause let send before their deadlines, one after
-    /// the other. Any number if it makes no difference to the wait.
-    #[cold]
-    fn sendable_ahead(&self, lane: Lane, refusal: Refusal) -> usize {
-        let queue = self.queue(lane);
-        if refusal.behind(queue.order.len()) == refusal {
-            return 0;
-        }
-        let mut calls: Vec<(u64, u32)> = (0..queue.order.len()).filter_map(|place| queue.order.nth(place)).collect();
-        calls.sort_unstable();
-        calls.into_iter().fold(0, |ahead, (_, index)| {
-            let earliest = refusal.behind(ahead).closed_until.max(queue.paused_until);
-            ahead + usize::from(self.deadlines.key(index).is_some_and(|deadline| deadline > earliest))
-        })
-    }
-
-    /// The slot and cost of a lane's first call.
+    /// The slot and cost of a lane's first call that isn't held.
     fn first_call(&self, lane: Lane) -> Option<(u32, u64)> {
         self.queue(lane).order.first().map(|(_, index)| (index, self.calls[index as usize].cost))
     }
@@ -438,28 +487,40 @@ impl Lanes {
 
     /// Inserts a call at its position in a lane. An empty lane begins to wait now, without credit. Its window starts at
     /// its last grant if that is less than a window ago, so that a lane that is often empty gets its last slot in time.
-    fn insert(&mut self, lane: Lane, index: u32, now: Time) {
-        let (arrival, due_at) = (self.calls[index as usize].arrival, now + self.window);
-        let queue = self.queue_mut(lane);
-        if queue.order.is_empty() {
+    fn insert(&mut self, place: ScopedLane, call: Arrival, now: Time) {
+        let due_at = now + self.window;
+        let queue = self.queue_mut(place.lane);
+        if queue.waiting() == 0 {
             queue.credit = 0;
             if queue.overdue_at <= now {
                 queue.overdue_at = due_at;
             }
         }
+        if place.scope != 0 {
+            return self.insert_scoped(place, call);
+        }
+        let (arrival, index) = call;
         queue.order.set(index, arrival);
     }
 
     fn remove(&mut self, ticket: Ticket) -> Option<QueuedCall> {
         let call = *self.call(ticket)?;
         self.calls[ticket.index()].generation = ticket.generation.wrapping_add(1);
-        self.queue_mut(call.lane).order.remove(ticket.index);
+        self.remove_from_order(call.place(), (call.arrival, ticket.index));
         self.deadlines.remove(ticket.index);
         self.free_slots.push(ticket.index);
         if self.asking == Some(ticket) {
             self.asking = None;
         }
         Some(call)
+    }
+
+    fn remove_from_order(&mut self, place: ScopedLane, call: Arrival) {
+        if place.scope != 0 {
+            return self.remove_scoped(place, call);
+        }
+        let (_, index) = call;
+        self.queue_mut(place.lane).order.remove(index);
     }
 
     /// The call of a ticket. `None` if it has left: then the slot has another generation.

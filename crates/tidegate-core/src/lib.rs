@@ -67,7 +67,7 @@ pub use credential_pool::{Balance, CredentialPool, MAX_CREDENTIALS, PoolSizeErro
 pub use decision::{Decision, Reason};
 pub use histogram::DurationHistogram;
 pub use lanes::{
-    Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, Refusal, RefusalScope, Ticket, WaitReason,
+    Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, Refusal, RefusalScope, ScopedLane, Ticket, WaitReason,
 };
 pub use limit::{
     CountMode, LeaseSpec, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, MAX_LIMIT, MAX_LIMITS, OnOutage,

@@ -33,6 +33,27 @@ impl Lane {
             Self::Webhook => "webhook",
         }
     }
+
+    /// A place in this lane for the calls of a scope: a part of the provider's API that may be closed on its own. The
+    /// scope is a key of the caller's choice, for example a hash of its name; 0 means none.
+    pub const fn with_scope(self, scope: u64) -> ScopedLane {
+        ScopedLane { lane: self, scope }
+    }
+}
+
+/// A lane, and the scope of a call in it. A lane alone is that of a call without a scope.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ScopedLane {
+    /// The lane.
+    pub lane: Lane,
+    /// The key of the scope. 0 means none.
+    pub scope: u64,
+}
+
+impl From<Lane> for ScopedLane {
+    fn from(lane: Lane) -> Self {
+        lane.with_scope(0)
+    }
 }
 
 /// The limits of one lane.

@@ -5,14 +5,16 @@ mod bounds;
 mod fairness;
 mod model;
 mod order;
+mod scopes;
 mod waits;
 
 use std::collections::{HashMap, HashSet};
 
 use tidegate_core::lanes::{MAX_FLOOR, MAX_WAITING};
+use tidegate_core::time::MAX_CLOCK_LAG;
 use tidegate_core::{
     Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitKind, MAX_COST, QueueFullError, QueueStep, Rate, Refusal,
-    RefusalScope, Span, Ticket, Time, WaitReason,
+    RefusalScope, ScopedLane, Span, Ticket, Time, WaitReason,
 };
 use tidegate_testkit::fixtures::{TestLimiter, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
