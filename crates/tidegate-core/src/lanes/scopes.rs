@@ -46,7 +46,7 @@ pub(super) struct ScopeQueues {
     held: BTreeSet<(Lane, Time, u64)>,
     /// The number of calls of held scopes in each lane.
     held_calls: [usize; 3],
-    /// The time of the latest refusal of a scope, unless the clock has stepped back since.
+    /// The time of the latest refusal since none was held.
     held_at: Time,
 }
 
@@ -166,10 +166,10 @@ impl ScopeQueues {
     /// worthwhile.
     pub(super) fn refusal(&self, place: ScopedLane, now: Time) -> Option<Refusal> {
         let refusal = self.queues.get(&place)?.refusal?;
-        (now < refusal.until && !self.steps_back(now)).then_some(refusal)
+        (now < refusal.until && !self.has_stepped_back(now)).then_some(refusal)
     }
 
-    fn steps_back(&self, now: Time) -> bool {
+    fn has_stepped_back(&self, now: Time) -> bool {
         self.held_at > now + MAX_CLOCK_LAG
     }
 }
@@ -195,10 +195,8 @@ impl Lanes {
 
     #[cold]
     pub(super) fn hold(&mut self, place: ScopedLane, refusal: Refusal, now: Time) {
-        if self.scopes.steps_back(now) {
-            self.release_all();
-        }
-        self.scopes.held_at = self.scopes.held_at.max(now);
+        self.release_due(now);
+        self.scopes.held_at = if self.scopes.any_held() { self.scopes.held_at.max(now) } else { now };
         let change = self.scopes.hold(place, refusal);
         self.apply(place.lane, change);
     }
@@ -212,7 +210,7 @@ impl Lanes {
     /// each refusal.
     #[cold]
     pub(super) fn release_due(&mut self, now: Time) {
-        if self.scopes.steps_back(now) {
+        if self.scopes.has_stepped_back(now) {
             self.release_all();
         }
         for lane in Lane::ALL {
@@ -226,7 +224,6 @@ impl Lanes {
         while let Some(&(lane, _, scope)) = self.scopes.held.first() {
             self.release(lane.with_scope(scope));
         }
-        self.scopes.held_at = Time::ZERO;
     }
 
     /// The time at which the first held scope of a lane that has room in flight opens.
