@@ -1,8 +1,9 @@
 //! The order in which one process tries the credentials of one provider.
 //!
-//! A pool returns one credential at a time. Its entries about cooling credentials are hints from the last reply of the
-//! store or of the provider; the store decides. A credential isn't returned before its cool-down ends, and becomes
-//! available exactly then. One with the maximum number of calls in flight becomes available when one of them ends.
+//! A pool returns one credential at a time. Its entries about closed credentials are hints from the last reply of the
+//! store or of the provider; the store decides. A credential is closed while it cools down, as the provider has asked, and
+//! while it is full: a limit of ours has no room for it. It becomes available exactly when both are over. One with the
+//! maximum number of calls in flight becomes available when one of them ends.
 
 use alloc::vec::Vec;
 
@@ -36,10 +37,10 @@ pub struct PoolSizeError {
     pub found: usize,
 }
 
-/// The credentials of one provider, by their index in its list. Each is cooling down, busy (with the maximum number of
-/// calls in flight) or available. An index outside the list changes nothing.
+/// The credentials of one provider, by their index in its list. Each is closed (cooling or full), busy (with the maximum
+/// number of calls in flight) or available. An index outside the list changes nothing.
 ///
-/// Choosing takes constant time, every change O(log n). No change allocates once all were available and all cooling.
+/// Choosing takes constant time, every change O(log n). No change allocates once all were available and all closed.
 #[derive(Clone, Debug)]
 pub struct CredentialPool {
     balance: Balance,
@@ -51,13 +52,23 @@ pub struct CredentialPool {
     max_in_flight: u32,
     /// The available credentials, by the turn that they wait for or by their last use.
     available: IndexHeap<u64>,
-    /// The cooling credentials, by the end of their cool-downs.
-    cooling: IndexHeap<Time>,
-    /// The time until which each credential is certainly closed.
-    closed_until: Vec<Time>,
-    spent_quotas: Vec<Option<(LimitId, Time)>>,
-    /// The time of the last entry about a cooling credential.
+    /// The closed credentials, by the time at which they are free again.
+    closed: IndexHeap<Time>,
+    closings: Vec<Closings>,
+    /// The time of the last entry about a closed credential.
     updated_at: Time,
+}
+
+/// What is known of a closed credential. Any of the times may be over.
+#[derive(Clone, Copy, Debug, Default)]
+struct Closings {
+    /// The end of the cool-down that the provider has asked for.
+    cooling_until: Time,
+    /// The limit of ours without room for longest, and the time until which.
+    full: Option<(LimitId, Time)>,
+    /// The time until which the credential is certainly closed.
+    certain_until: Time,
+    spent_quota: Option<(LimitId, Time)>,
 }
 
 impl CredentialPool {
@@ -76,13 +87,12 @@ impl CredentialPool {
             in_flight: alloc::vec![0; credentials],
             max_in_flight: u32::MAX,
             available: IndexHeap::default(),
-            cooling: IndexHeap::default(),
-            closed_until: alloc::vec![Time::ZERO; credentials],
-            spent_quotas: alloc::vec![None; credentials],
+            closed: IndexHeap::default(),
+            closings: alloc::vec![Closings::default(); credentials],
             updated_at: Time::ZERO,
         };
         for credential in 0..credentials {
-            pool.clear_cooling(credential);
+            pool.reopen(credential);
         }
         Ok(pool)
     }
@@ -102,10 +112,10 @@ impl CredentialPool {
         self.last_used.len()
     }
 
-    /// The credential to try next. `None` if all are cooling or busy. It stays the same, except by [`Balance::Random`],
-    /// until [`CredentialPool::record_use`] or [`CredentialPool::set_cooling_until`] reports the result.
+    /// The credential to try next. `None` if all are closed or busy. It stays the same, except by [`Balance::Random`],
+    /// until [`CredentialPool::record_use`] or an entry about a closed credential reports the result.
     pub fn next(&mut self, now: Time, rng: &mut impl Rng) -> Option<usize> {
-        self.end_cooldowns(now);
+        self.end_closings(now);
         let (_, credential) = match self.balance {
             Balance::RoundRobin | Balance::LeastRecentlyUsed => self.available.first(),
             Balance::Random => {
@@ -135,20 +145,30 @@ impl CredentialPool {
 
     /// True if this credential is available.
     pub fn is_free(&mut self, credential: usize, now: Time) -> bool {
-        self.end_cooldowns(now);
+        self.end_closings(now);
         self.checked_index(credential).is_some_and(|index| self.is_available(index))
     }
 
-    /// True if any other credential isn't cooling.
-    pub fn has_other_not_cooling(&mut self, credential: usize, now: Time) -> bool {
-        self.end_cooldowns(now);
-        let counts_itself = self.checked_index(credential).is_some_and(|index| self.cooling.key(index).is_none());
-        self.last_used.len() - self.cooling.len() > usize::from(counts_itself)
+    /// True if any other credential isn't closed.
+    pub fn has_other_open(&mut self, credential: usize, now: Time) -> bool {
+        self.end_closings(now);
+        let counts_itself = self.checked_index(credential).is_some_and(|index| self.closed.key(index).is_none());
+        self.last_used.len() - self.closed.len() > usize::from(counts_itself)
     }
 
     /// True if a credential only waits for one of its calls to end, so that it may become available at any time.
     pub fn has_busy(&self) -> bool {
-        self.available.len() + self.cooling.len() < self.last_used.len()
+        self.available.len() + self.closed.len() < self.last_used.len()
+    }
+
+    /// True if this credential has the maximum number of calls in flight.
+    pub fn is_busy(&self, credential: usize) -> bool {
+        self.in_flight(credential) >= self.max_in_flight
+    }
+
+    /// The time at which this credential is free again; `None` if it isn't closed.
+    pub fn closing_end(&self, credential: usize) -> Option<Time> {
+        self.closed.key(self.checked_index(credential)?)
     }
 
     /// The number of calls in flight of a credential. 0 if the index is outside the list.
@@ -156,15 +176,28 @@ impl CredentialPool {
         self.in_flight.get(credential).copied().unwrap_or(0)
     }
 
-    /// The end of this credential's cool-down; `None` if it isn't cooling.
+    /// The end of this credential's cool-down, which may be over; `None` if it has none.
     pub fn cooling_until(&self, credential: usize) -> Option<Time> {
-        self.cooling.key(self.checked_index(credential)?)
+        self.closings.get(credential).map(|closings| closings.cooling_until).filter(|until| *until > Time::ZERO)
     }
 
-    /// The end of the first cool-down. [`Time::NEVER`] if no credential is cooling. If [`CredentialPool::next`] returns
-    /// `None`, wait until then, or until [`CredentialPool::record_end`] returns true.
+    /// The limit of ours that has no room for this credential, and the time until which, which may be over. `None` if
+    /// there is none, or the credential cools down for longer.
+    pub fn full_until(&self, credential: usize) -> Option<(LimitId, Time)> {
+        let closings = self.closings.get(credential)?;
+        closings.full.filter(|(_, until)| *until > closings.cooling_until)
+    }
+
+    /// The time at which the first closed credential is free again. [`Time::NEVER`] if none is closed. If
+    /// [`CredentialPool::next`] returns `None`, wait until then, or until [`CredentialPool::record_end`] returns true.
     pub fn next_rejoin_at(&self) -> Time {
-        self.cooling.first().map_or(Time::NEVER, |(rejoins, _)| rejoins)
+        self.closed.first().map_or(Time::NEVER, |(rejoins, _)| rejoins)
+    }
+
+    /// The limit of ours that keeps the first credential closed that is free again; `None` if that one cools down.
+    pub fn next_rejoin_limit(&self) -> Option<LimitId> {
+        let (_, first) = self.closed.first()?;
+        self.full_until(first as usize).map(|(limit, _)| limit)
     }
 
     /// Records an allowed call with this credential. It is in flight until [`CredentialPool::record_end`].
@@ -194,44 +227,63 @@ impl CredentialPool {
         none_was_available && !self.available.is_empty()
     }
 
-    /// Records that calls with the credential are refused before `until`, because of a cool-down or because a limit of
-    /// its own is full. Of several entries the longest counts, because each has another reason.
+    /// Records that the provider refuses calls with the credential before `until`. Of several entries the longest counts,
+    /// because each has another reason.
     pub fn set_cooling_until(&mut self, credential: usize, until: Time, now: Time) {
-        let Some(index) = self.checked_index(credential) else { return };
-        self.end_cooldowns(now);
-        let known_until = self.cooling.key(index);
-        self.cooling.set(index, until.max(known_until.unwrap_or(until)));
-        self.updated_at = now;
-        self.update_availability(index);
+        if let Some(closings) = self.close(credential, until, now) {
+            closings.cooling_until = closings.cooling_until.max(until);
+        }
     }
 
-    /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier, unless a request under way turns
-    /// out unsent: the end of a closing that the provider asked for, or the time at which a quota, rate or window that
-    /// counts calls has room again. [`CredentialPool::all_closed_until`] may report it. [`Time::ZERO`], for an unknown
-    /// time, changes nothing.
+    /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier, so that
+    /// [`CredentialPool::all_closed_until`] may report it. [`Time::ZERO`], for an unknown time, changes nothing.
     pub fn set_closed_until(&mut self, credential: usize, until: Time, now: Time) {
         if until == Time::ZERO {
             return;
         }
         self.set_cooling_until(credential, until, now);
-        if let Some(closed) = self.closed_until.get_mut(credential) {
-            *closed = until.max(*closed);
+        if let Some(closings) = self.closings.get_mut(credential) {
+            closings.certain_until = closings.certain_until.max(until);
         }
+    }
+
+    /// Records that this limit of ours has no room for the credential before `until`. Unless a request under way turns out
+    /// unsent, it has none before `certain_until` either, which [`CredentialPool::all_closed_until`] may report:
+    /// the time at which a quota, rate or window that counts calls has room again, or [`Time::ZERO`] if that is unknown.
+    pub fn set_full_until(&mut self, credential: usize, limit: LimitId, until: Time, certain_until: Time, now: Time) {
+        if let Some(closings) = self.close(credential, until, now) {
+            if closings.full.is_none_or(|(_, known)| known < until) {
+                closings.full = Some((limit, until));
+            }
+            closings.certain_until = closings.certain_until.max(certain_until);
+        }
+    }
+
+    /// Closes the credential, at least until this time.
+    fn close(&mut self, credential: usize, until: Time, now: Time) -> Option<&mut Closings> {
+        let index = self.checked_index(credential)?;
+        self.end_closings(now);
+        let known_until = self.closed.key(index);
+        self.closed.set(index, until.max(known_until.unwrap_or(until)));
+        self.updated_at = now;
+        self.update_availability(index);
+        self.closings.get_mut(credential)
     }
 
     /// [Closes](CredentialPool::set_closed_until) the credential until exactly `at`, because the provider keeps room for a call
     /// from then on. Other entries are deleted: it knows best, and the store knows its own.
     pub fn set_reserved_at(&mut self, credential: usize, at: Time, now: Time) {
         let Some(index) = self.checked_index(credential) else { return };
-        self.cooling.remove(index);
-        self.closed_until[credential] = Time::ZERO;
+        self.closed.remove(index);
+        let spent_quota = self.closings[credential].spent_quota;
+        self.closings[credential] = Closings { spent_quota, ..Closings::default() };
         self.set_closed_until(credential, at, now);
     }
 
     /// Records that the credential is refused because of this quota until its period ends.
     pub fn set_spent_quota(&mut self, credential: usize, quota: LimitId, until: Time) {
-        if let Some(spent) = self.spent_quotas.get_mut(credential) {
-            *spent = Some((quota, until));
+        if let Some(closings) = self.closings.get_mut(credential) {
+            closings.spent_quota = Some((quota, until));
         }
     }
 
@@ -239,28 +291,28 @@ impl CredentialPool {
     pub fn quota_spent_until(&self, at: Time) -> Option<LimitId> {
         // The store's clock may differ from the clock of the entry.
         let ends_then = |until: Time| until <= at + MAX_CLOCK_LAG && at <= until + MAX_CLOCK_LAG;
-        self.spent_quotas.iter().flatten().find(|(_, until)| ends_then(*until)).map(|(quota, _)| *quota)
+        let mut spent = self.closings.iter().filter_map(|closings| closings.spent_quota);
+        spent.find(|(_, until)| ends_then(*until)).map(|(quota, _)| quota)
     }
 
-    /// The earliest end of a closing, if all credentials are closed ([`CredentialPool::set_closed_until`]). A call with
-    /// an earlier deadline needn't queue. Searches all credentials if none is available.
+    /// The earliest certain end of a closing, if all credentials have one. A call with an earlier deadline needn't queue. Searches all credentials if none is available.
     pub fn all_closed_until(&mut self, now: Time) -> Option<Time> {
-        self.end_cooldowns(now);
-        let first = if self.available.is_empty() { self.closed_until.iter().copied().min() } else { None };
+        self.end_closings(now);
+        let certain = self.closings.iter().map(|closings| closings.certain_until);
+        let first = if self.available.is_empty() { certain.min() } else { None };
         first.filter(|first| *first > now)
     }
 
     /// Makes every credential available that isn't busy.
     pub fn end_all_cooldowns(&mut self) {
-        (0..self.size()).for_each(|credential| self.clear_cooling(credential));
+        (0..self.size()).for_each(|credential| self.reopen(credential));
     }
 
-    /// Ends the credential's cool-down and deletes all entries about it.
-    fn clear_cooling(&mut self, credential: usize) {
+    /// Opens the credential and deletes all entries about it.
+    fn reopen(&mut self, credential: usize) {
         let Some(index) = self.checked_index(credential) else { return };
-        self.cooling.remove(index);
-        self.closed_until[credential] = Time::ZERO;
-        self.spent_quotas[credential] = None;
+        self.closed.remove(index);
+        self.closings[credential] = Closings::default();
         self.update_availability(index);
     }
 
@@ -274,17 +326,17 @@ impl CredentialPool {
     }
 
     fn is_available(&self, index: u32) -> bool {
-        self.cooling.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
+        self.closed.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
     }
 
-    /// Ends the cool-downs that are over. If the clock stepped back, all end, because their times may be far in the
+    /// Ends the closings that are over. If the clock stepped back, all end, because their times may be far in the
     /// future now. One unnecessary attempt does no harm.
-    fn end_cooldowns(&mut self, now: Time) {
+    fn end_closings(&mut self, now: Time) {
         let stepped_back = self.updated_at > now + MAX_CLOCK_LAG;
-        while let Some((until, index)) = self.cooling.first()
+        while let Some((until, index)) = self.closed.first()
             && (until <= now || stepped_back)
         {
-            self.clear_cooling(index as usize);
+            self.reopen(index as usize);
         }
     }
 

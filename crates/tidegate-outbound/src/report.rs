@@ -85,9 +85,9 @@ pub struct LaneReport {
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct LimitUsage {
-    /// The limit.
+    /// The limit. `None` for a limit on calls in flight, which no store counts.
     #[serde(skip)]
-    pub id: LimitId,
+    pub id: Option<LimitId>,
     /// The name of the limit.
     pub name: String,
     /// A description of what the limit allows.
@@ -103,7 +103,8 @@ pub struct LimitUsage {
     pub used: u64,
     /// The remaining part of the capacity.
     pub remaining: u64,
-    /// Seconds, rounded up, until the full capacity is available again.
+    /// Seconds, rounded up, until the full capacity is available again; 0 for a limit on calls in flight, whose ends are
+    /// unknown.
     pub reset_after: u64,
 }
 
@@ -120,7 +121,7 @@ impl LimitUsage {
 pub struct CredentialReport {
     /// The source of the secret, such as `env:TOKEN_A`.
     pub source: String,
-    /// `usable`, `cooling` or `rejected`.
+    /// `usable`, `full` (a limit of its own has no room), `cooling` (the provider has asked for a pause) or `rejected`.
     pub state: &'static str,
     /// Seconds, rounded up, until it is used again; 0 if it is used now.
     pub usable_in: u64,
@@ -134,7 +135,9 @@ pub struct CredentialReport {
 pub struct CredentialStates {
     /// Those that calls use.
     pub usable: usize,
-    /// Those that the provider has throttled, or whose own limit has no room.
+    /// Those that a limit of their own has no room for.
+    pub full: usize,
+    /// Those that the provider has asked a pause for.
     pub cooling: usize,
     /// Those that the provider has rejected.
     pub rejected: usize,
@@ -172,8 +175,14 @@ impl<S: Store, C: Clock> Provider<S, C> {
     /// The present state. A store outside this process is asked for the use of the limits; they are left out if it
     /// fails.
     pub async fn report(&self) -> ProviderReport {
-        let mut report = self.local_report();
+        let mut cooldown_ends = Vec::new();
+        for group in self.cooldowns().chunks(MAX_OPS) {
+            self.add_cooldown_ends(&self.peek(group).await, &mut cooldown_ends);
+        }
+        let mut report = self.report_without_limits(&cooldown_ends);
         report.limits = self.limit_usage(|_| true).await;
+        report.limits.append(&mut self.limits_in_flight());
+        report.limits.sort_by_key(|usage| usage.credential.is_some());
         report
     }
 
@@ -185,14 +194,28 @@ impl<S: Store, C: Clock> Provider<S, C> {
 
     /// The present state without the use of the limits, which a store may have to be asked for.
     pub fn local_report(&self) -> ProviderReport {
+        let mut cooldown_ends = Vec::new();
+        // A store that nodes share is asked for nothing, because its answer would come too late.
+        for group in self.cooldowns().chunks(MAX_OPS).filter(|_| !self.config().shared) {
+            match self.apply_peeks(group) {
+                StoreResponse::Ready(outcomes) => self.add_cooldown_ends(outcomes.list(), &mut cooldown_ends),
+                StoreResponse::Pending(_) => break,
+            }
+        }
+        self.report_without_limits(&cooldown_ends)
+    }
+
+    /// `cooldown_ends` are those that the store knows, such as restored ones that no call has met.
+    fn report_without_limits(&self, cooldown_ends: &[Time]) -> ProviderReport {
         let (config, inner) = (self.config(), &*self.0);
         let failures = CallErrorKind::REASONS.into_iter().zip(self.failures());
-        let dispatcher = inner.dispatcher_snapshot();
+        let dispatcher = inner.dispatcher_snapshot(cooldown_ends);
         let mut credential_states =
             CredentialStates { throttled: dispatcher.throttled_credentials, ..CredentialStates::default() };
         for credential in &dispatcher.credentials {
             match credential.state {
                 "usable" => credential_states.usable += 1,
+                "full" => credential_states.full += 1,
                 "cooling" => credential_states.cooling += 1,
                 _ => credential_states.rejected += 1,
             }
@@ -241,7 +264,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             for ((limit, _, credential), outcome) in group.iter().zip(self.peek(group).await) {
                 let info = self.0.outbound_config.limit_info(*limit);
                 usage.push(LimitUsage {
-                    id: *limit,
+                    id: Some(*limit),
                     name: info.name.clone(),
                     words: info.description.clone(),
                     is_quota: matches!(kind(*limit), Some(LimitKind::Quota(_))),
@@ -256,8 +279,52 @@ impl<S: Store, C: Clock> Provider<S, C> {
         usage
     }
 
+    /// The limits on calls in flight, which calls wait for in the queue.
+    fn limits_in_flight(&self) -> Vec<LimitUsage> {
+        let rules = &self.0.rules;
+        let usage = |part: &str, credential, limit: u32, used: u32| LimitUsage {
+            id: None,
+            name: format!("{}{part}.in_flight", self.config().name),
+            words: format!("at most {limit} at the same time"),
+            is_quota: false,
+            credential,
+            limit: limit.into(),
+            used: used.into(),
+            remaining: limit.saturating_sub(used).into(),
+            reset_after: 0,
+        };
+        self.inspect(|state, _| {
+            let in_flight = Lane::ALL.map(|lane| state.lanes.in_flight(lane));
+            let lanes = Lane::ALL.map(|lane| {
+                let (lane, name) = (lane as usize, format!(".{}", lane.name()));
+                usage(&name, None, rules.lanes.lanes[lane].max_in_flight, in_flight[lane])
+            });
+            let own = (0..state.pool.size().min(MAX_CREDENTIALS)).map(|index| {
+                usage(".credential", Some(index), rules.max_in_flight_per_credential, state.pool.in_flight(index))
+            });
+            let all = usage("", None, rules.lanes.max_in_flight, in_flight.iter().sum());
+            [all].into_iter().chain(lanes).chain(own).filter(|usage| usage.limit < u32::MAX.into()).collect()
+        })
+    }
+
+    /// The cool-downs with the keys of their credentials.
+    fn cooldowns(&self) -> Vec<CountedLimit> {
+        self.0.rules.credential_keys.iter().map(|key| (self.0.rules.cooldown, *key, None)).collect()
+    }
+
+    /// Adds the end of each of these cool-downs; the epoch if the credential is usable.
+    fn add_cooldown_ends(&self, outcomes: &[Outcome], ends: &mut Vec<Time>) {
+        let now = self.0.clock.now();
+        let Some(LimitKind::Cooldown(cooldown)) = self.0.store.limits().get(self.0.rules.cooldown).map(Limit::kind)
+        else {
+            return;
+        };
+        let closing = |at: Time| if cooldown.is_closing(at, now) { at } else { Time::ZERO };
+        ends.extend(outcomes.iter().map(|outcome| closing(outcome.retry_at)));
+    }
+
     /// The limits with their keys and credentials.
-    fn counted_limits(&self) -> Vec<(LimitId, Key, Option<usize>)> {
+    fn counted_limits(&self) -> Vec<CountedLimit> {
         let rules = &self.0.rules;
         let shared = rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten());
         let shared = shared.map(|ProviderLimit { limit, .. }| (*limit, rules.key, None));
@@ -269,15 +336,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
     }
 
     /// The state of at most [`MAX_OPS`] limits; empty if the store fails.
-    async fn peek(&self, limits: &[(LimitId, Key, Option<usize>)]) -> Vec<Outcome> {
-        let mut batch = Batch::new(0);
-        batch.set_affinity(self.0.rules.affinity());
-        for (limit, key, _) in limits {
-            if batch.push(Op::new(*limit, Verb::Peek, *key, 1)).is_err() {
-                break;
-            }
-        }
-        let outcomes = match self.0.store.apply(&batch, self.0.clock.now()) {
+    async fn peek(&self, limits: &[CountedLimit]) -> Vec<Outcome> {
+        let outcomes = match self.apply_peeks(limits) {
             StoreResponse::Ready(outcomes) => outcomes,
             StoreResponse::Pending(later) => match later.await {
                 Ok(outcomes) => outcomes,
@@ -286,7 +346,21 @@ impl<S: Store, C: Clock> Provider<S, C> {
         };
         outcomes.list().to_vec()
     }
+
+    fn apply_peeks(&self, limits: &[CountedLimit]) -> StoreResponse<S::Future> {
+        let mut batch = Batch::new(0);
+        batch.set_affinity(self.0.rules.affinity());
+        for (limit, key, _) in limits {
+            if batch.push(Op::new(*limit, Verb::Peek, *key, 1)).is_err() {
+                break;
+            }
+        }
+        self.0.store.apply(&batch, self.0.clock.now())
+    }
 }
+
+/// A limit or a cool-down, its key, and the credential that it counts.
+type CountedLimit = (LimitId, Key, Option<usize>);
 
 /// The parts of a report that are read under the dispatcher's lock.
 pub(crate) struct DispatcherSnapshot {
@@ -305,11 +379,13 @@ pub(crate) struct DispatcherSnapshot {
 }
 
 impl CredentialReport {
-    pub(crate) fn new(until: Option<Time>, is_rejected: bool, in_flight: u32, now: Time) -> Self {
-        let usable_in = until.map_or(0, |until| until.since(now).as_secs_ceil());
+    /// The report of a credential that is full and cooling until these times. The state is the one that lasts longer.
+    pub(crate) fn new(full: Option<Time>, cooling: Option<Time>, is_rejected: bool, in_flight: u32, now: Time) -> Self {
+        let usable_in = full.max(cooling).map_or(0, |until| until.since(now).as_secs_ceil());
         let state = match usable_in {
             0 => "usable",
             _ if is_rejected => "rejected",
+            _ if full > cooling => "full",
             _ => "cooling",
         };
         Self { source: String::new(), state, usable_in, in_flight }

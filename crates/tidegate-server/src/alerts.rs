@@ -1,6 +1,7 @@
 //! Alerts: events that are sent to people. A [driver] reads events and counts; a [group] decides about messages; a [sink]
-//! sends them. Nothing waits for them.
+//! sends them, and obeys the waits in replies. Nothing waits for them.
 
+mod body_wait;
 mod driver;
 mod group;
 mod message;

@@ -44,6 +44,12 @@ use crate::body::{BoxError, Upload, is_last};
 use crate::http2::ALPN_NAME;
 use crate::tls::{TlsError, client_config};
 
+/// The most bytes in the head of a response, and the most header lines over HTTP/1.1. A response with more is a failure.
+/// Over HTTP/1.1, a head of up to twice the bytes may pass if it arrives at once; over HTTP/2, each line counts 32 bytes
+/// more (RFC 9113 §6.5.2).
+pub(crate) const MAX_HEAD_BYTES: usize = 256 << 10;
+pub(crate) const MAX_HEAD_LINES: usize = 1000;
+
 /// The settings of a pool of connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PoolSettings {
@@ -212,7 +218,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             host,
             connector: tcp_connector(settings.connect_timeout),
             settings,
-            http: http1::Builder::new(),
+            http: http1_builder(),
             cleanup: cleanup.abort_handle(),
             http1,
             http2,
@@ -309,6 +315,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder.timer(TokioTimer::new()).keep_alive_interval(PING.0).keep_alive_timeout(PING.1);
             builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
+            builder.max_header_list_size(MAX_HEAD_BYTES as u32);
             let (sender, mut connection) = builder.handshake(stream).await.map_err(UpstreamError::Unsent)?;
             let stream = self.http2.add(sender);
             let usage = Arc::clone(&stream.usage);
@@ -352,6 +359,21 @@ impl<B> UpstreamClient<B> {
             false => self.http1.take().map(Sender::Http1),
         }
     }
+}
+
+/// Returns the settings of HTTP/1.1, which survive the heads of real servers.
+///
+/// Spaces before a colon are removed and folded lines joined, as RFC 9112 demands of proxies (§5.1, §5.2): lines about the
+/// framing then count as for other readers. Other unreadable lines are dropped. The library doesn't tell that, so they
+/// aren't counted. Lines with a NUL or a bare CR are still a failure.
+fn http1_builder() -> http1::Builder {
+    let mut http = http1::Builder::new();
+    http.allow_spaces_after_header_name_in_responses(true)
+        .allow_obsolete_multiline_headers_in_responses(true)
+        .ignore_invalid_headers_in_responses(true)
+        .max_headers(MAX_HEAD_LINES)
+        .max_buf_size(MAX_HEAD_BYTES);
+    http
 }
 
 /// Makes connections with a timeout of `connect` each, which is divided among the addresses of a name.

@@ -100,8 +100,13 @@ impl ProviderState {
     ) {
         // A minimum wait, so that a store with a slow clock isn't asked again and again.
         let until = refused.until(rules, self).max(now + MIN_CREDENTIAL_WAIT);
-        self.pool.set_cooling_until(credential, until, now);
-        self.pool.set_closed_until(credential, refused.closed_until(rules, self), now);
+        let closed_until = refused.closed_until(rules, self);
+        if let Some(LimitKind::Cooldown(_)) = refused.kind {
+            self.pool.set_cooling_until(credential, until, now);
+            self.pool.set_closed_until(credential, closed_until, now);
+        } else {
+            self.pool.set_full_until(credential, refused.limit, until, closed_until, now);
+        }
         if let Some(LimitKind::Quota(_)) = refused.kind {
             self.pool.set_spent_quota(credential, refused.limit, until);
         }
@@ -135,10 +140,10 @@ impl ProviderState {
         let candidates =
             (0..pool.size()).filter(|it| !is_excluded(*it) && (pool.size() == 1 || routes.is_enabled(*it, now)));
         let free_at = |credential: usize, scopes: &mut Scopes| {
-            let cooling = pool.cooling_until(credential);
             let in_scope = if scope == 0 { now } else { scopes.free_at(scope, credential, cost, tracks, now) };
             // A credential that is busy becomes free at an unknown time.
-            cooling.unwrap_or(now + BUSY_RECHECK_INTERVAL).max(in_scope)
+            let unknown = if pool.is_busy(credential) { now + BUSY_RECHECK_INTERVAL } else { now };
+            pool.closing_end(credential).unwrap_or(unknown).max(in_scope)
         };
         let closed_until = |credential: usize, scopes: &Scopes| match scope {
             0 => Time::ZERO,
@@ -158,13 +163,20 @@ impl ProviderState {
         refusal
     }
 
-    /// The refusal while no credential is good.
+    /// The refusal while no credential is available. The reason is that of the first one that is free again.
     pub(super) fn no_credential(&mut self, now: Time) -> Refusal {
         let until = self.pool.next_rejoin_at();
+        let full = self.pool.next_rejoin_limit();
+        let full = full.map(|limit| WaitReason::Limit { limit, calls: 1, every: Span::ZERO });
         Refusal {
             until,
             closed_until: self.pool.all_closed_until(now).unwrap_or(Time::ZERO),
-            reason: self.pool.quota_spent_until(until).map_or(WaitReason::Credentials, WaitReason::Quota),
+            reason: self
+                .pool
+                .quota_spent_until(until)
+                .map(WaitReason::Quota)
+                .or(full)
+                .unwrap_or(WaitReason::Credentials),
             scope: RefusalScope::Provider,
         }
     }

@@ -90,7 +90,7 @@ fn an_unused_turn_is_not_lost() {
     // A turn that was used isn't used again either.
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool.record_use(1);
-    caller.pool.clear_cooling(0);
+    caller.pool.reopen(0);
     assert_eq!(caller.call(0), Some(0));
     caller.pool.set_cooling_until(1, at(1), at(0));
     assert_eq!(caller.calls(1..7), "CABCAB");
@@ -179,10 +179,10 @@ fn only_certain_ends_count_as_closed() {
     caller.pool.set_closed_until(0, at(8_000), at(5_000));
     assert_eq!(caller.pool.all_closed_until(at(5_000)), Some(at(7_000)));
     mended.set_closed_until(0, at(8_000), at(5_000));
-    mended.clear_cooling(1);
+    mended.reopen(1);
     mended.set_cooling_until(1, at(9_000), at(5_000));
     assert_eq!(mended.all_closed_until(at(5_000)), None, "a credential that was mended starts anew");
-    caller.pool.clear_cooling(1);
+    caller.pool.reopen(1);
     caller.pool.set_closed_until(1, Time::ZERO, at(5_000));
     assert_eq!(caller.pool.cooling_until(1), None, "an unknown time");
 }
@@ -216,6 +216,25 @@ fn the_quota_delaying_the_first_credential_is_named() {
 }
 
 #[test]
+fn a_full_credential_is_not_cooling() {
+    let mut caller = Caller::new(Balance::RoundRobin, 2);
+    let (own, other) = (LimitId::from_index(3).unwrap(), LimitId::from_index(4).unwrap());
+    caller.pool.set_full_until(0, own, at(3_000), at(2_500), at(0));
+    assert_eq!((caller.pool.full_until(0), caller.pool.cooling_until(0)), (Some((own, at(3_000))), None));
+    assert!(!caller.pool.has_other_open(1, at(0)));
+    caller.pool.set_closed_until(1, at(5_000), at(0));
+    assert_eq!((caller.pool.next_rejoin_at(), caller.pool.next_rejoin_limit()), (at(3_000), Some(own)));
+    assert_eq!(caller.pool.all_closed_until(at(0)), Some(at(2_500)));
+    // Of a credential's reasons, the one that lasts longest counts.
+    caller.pool.set_full_until(0, other, at(1_000), Time::ZERO, at(0));
+    assert_eq!(caller.pool.full_until(0), Some((own, at(3_000))));
+    caller.pool.set_cooling_until(0, at(4_000), at(0));
+    assert_eq!((caller.pool.full_until(0), caller.pool.next_rejoin_limit()), (None, None));
+    assert_eq!((caller.next(3_999), caller.next(4_000)), (None, Some(0)));
+    assert_eq!(caller.pool.cooling_until(0), None, "a new beginning");
+}
+
+#[test]
 fn a_busy_credential_is_skipped_until_freed() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool = caller.pool.with_max_in_flight(2);
@@ -223,7 +242,7 @@ fn a_busy_credential_is_skipped_until_freed() {
     assert_eq!((caller.pool.has_busy(), caller.next(4)), (true, Some(1)), "A is");
     assert_eq!(caller.calls(4..6), "BC");
     assert_eq!((caller.next(6), caller.pool.has_busy(), caller.pool.next_rejoin_at()), (None, true, Time::NEVER));
-    assert!(caller.pool.has_other_not_cooling(0, at(6)), "the others are accepted all the same");
+    assert!(caller.pool.has_other_open(0, at(6)), "the others are accepted all the same");
     assert!(caller.pool.record_end(1), "somebody may wait for it");
     assert!(!caller.pool.record_end(1) && !caller.pool.record_end(2), "nobody needs to");
     assert_eq!(caller.calls(6..9), "BCB");
@@ -276,7 +295,7 @@ fn pool_size_and_indexes_are_bounded() {
     for beyond in [MAX_CREDENTIALS, usize::MAX] {
         caller.pool.record_use(beyond);
         assert_eq!((caller.pool.record_end(beyond), caller.pool.in_flight(beyond)), (false, 0));
-        caller.pool.clear_cooling(beyond);
+        caller.pool.reopen(beyond);
         caller.pool.set_cooling_until(beyond, at(1), at(0));
     }
     for round in 0..2_048 {

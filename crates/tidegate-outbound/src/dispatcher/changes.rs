@@ -64,27 +64,29 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             // Replies to requests that were under way together let the credential cool down once.
             if until.unwrap_or(now) > last.until {
                 *last = CredentialChange { until: until.unwrap_or(now + UNKNOWN_COOLDOWN), is_rejected: false };
-                let all_cooling = !pool.has_other_not_cooling(credential, now);
+                let all_cooling = !pool.has_other_open(credential, now);
                 changes.push(ProviderChange::CoolingDown { credential, until, all_cooling });
             }
         }
     }
 
-    /// The parts of a report that need the lock.
-    pub(crate) fn dispatcher_snapshot(&self) -> DispatcherSnapshot {
+    /// The parts of a report that need the lock. `cooldown_ends` are those that the store knows.
+    pub(crate) fn dispatcher_snapshot(&self, cooldown_ends: &[Time]) -> DispatcherSnapshot {
         let (dispatcher, now) = (self.dispatcher.lock(), self.clock.now());
         let Dispatcher { context: StepContext { state, .. }, published_changes, .. } = &*dispatcher;
-        let credential_report = |credential| {
-            let change = published_changes.get(credential).copied().unwrap_or_default();
-            let until = state.pool.cooling_until(credential).filter(|until| *until > now + MIN_TOLD_WAIT);
-            let until = until.max((change.until > now).then_some(change.until));
-            CredentialReport::new(
-                until,
-                change.is_rejected && change.until > now,
-                state.pool.in_flight(credential),
-                now,
-            )
+        let mut throttled_credentials = 0;
+        let mut credential_report = |credential: usize| {
+            let change: CredentialChange = published_changes.get(credential).copied().unwrap_or_default();
+            let told = change.until.max(cooldown_ends.get(credential).copied().unwrap_or_default());
+            let told = Some(told).filter(|until| *until > now);
+            let is_rejected = change.is_rejected && change.until > now;
+            throttled_credentials += usize::from(told.is_some() && !is_rejected);
+            let is_known = |until: &Time| *until > now + MIN_TOLD_WAIT;
+            let cooling = state.pool.cooling_until(credential).filter(is_known).max(told);
+            let full = state.pool.full_until(credential).map(|(_, until)| until).filter(is_known);
+            CredentialReport::new(full, cooling, is_rejected, state.pool.in_flight(credential), now)
         };
+        let credentials = (0..state.pool.size()).map(&mut credential_report).collect();
         DispatcherSnapshot {
             breaker: BreakerReport {
                 state: if self.config().breaker.is_some() { state.breaker.state(now).name() } else { "off" },
@@ -94,11 +96,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             is_paused: state.is_paused,
             waiting: Lane::ALL.map(|lane| state.lanes.waiting(lane)),
             in_flight: Lane::ALL.map(|lane| state.lanes.in_flight(lane)),
-            credentials: (0..state.pool.size()).map(credential_report).collect(),
-            throttled_credentials: published_changes
-                .iter()
-                .filter(|change| change.until > now && !change.is_rejected)
-                .count(),
+            credentials,
+            throttled_credentials,
             retry_budget: (self.rules.budget != BudgetSpec::UNLIMITED).then(|| state.budget.remaining()),
             adaptive_limit: state.adaptive_limit.as_ref().map(AdaptiveLimit::limit),
             pace_interval: state.pace.as_ref().map(|pace| pace.interval().as_secs_f64()),

@@ -24,6 +24,7 @@ use tidegate_runtime::random::random_bytes;
 use tokio::sync::{mpsc, watch};
 use tower_layer::Layer as _;
 
+use super::body_wait::BodyWaits;
 use super::group::Message;
 use super::message;
 use crate::gateway::call_error::{error_chain, reply_error};
@@ -34,8 +35,10 @@ use crate::log::EscapedError;
 const MAX_WAITING: usize = 16;
 /// The limit on requests to a receiver, below what Slack and Telegram allow.
 const LIMIT: &str = "20 per 60s";
-/// The time for a message with all its attempts, and for the message of a test.
-const TIMEOUT: &str = "5m";
+/// The time for a message with all its attempts, and so the longest pause of a receiver that messages wait for. While a
+/// longer one lasts, they fail at once.
+const TIMEOUT: &str = "1h";
+/// The time for the message of a test.
 const TEST_TIMEOUT: Duration = Duration::from_secs(8);
 /// The maximum number of log lines per second about messages that weren't delivered.
 const LINES_PER_SECOND: u32 = 1;
@@ -117,7 +120,7 @@ struct Receiver {
     /// The number of messages to all receivers that are on their way.
     undelivered: watch::Sender<usize>,
     throttle: LogThrottle,
-    service: OutboundService<ProviderClient<ReplayBody<Full<Bytes>>>>,
+    service: OutboundService<BodyWaits<ProviderClient<ReplayBody<Full<Bytes>>>>>,
     /// The path and query of requests.
     target: Secret,
 }
@@ -152,7 +155,7 @@ impl RemoteSink {
         let outbound = Outbound::new(&policy).ok_or(WebhookError::Malformed)?;
         let [provider] = outbound.providers() else { return Err(WebhookError::Malformed) };
         let layer = OutboundLayer::with_env(provider.clone(), |_: &str| None).map_err(|_| WebhookError::Malformed)?;
-        let client = provider_client::client(provider.config(), base, tls);
+        let client = BodyWaits(provider_client::client(provider.config(), base, tls));
         let service = layer.fault_classifier(provider_client::fault_of).layer(client);
         let (alert, kind, throttle) = (alert.name.clone(), form.kind(), LogThrottle::new(LINES_PER_SECOND));
         let receiver = Arc::new(Receiver { alert, kind, results, undelivered, throttle, service, target });

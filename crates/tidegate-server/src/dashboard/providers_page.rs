@@ -142,6 +142,7 @@ fn credentials(provider: &ProviderReport) -> Markup {
                 td {
                     @match credential.state {
                         "usable" => (badge("good", "Usable")),
+                        "full" => (badge("quiet", "Full")),
                         "cooling" => (badge("warn", "Cooling")),
                         _ => (badge("bad", "Rejected")),
                     }

@@ -50,7 +50,7 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
     events: Arc<ServerEvents>,
 ) {
     // By provider, limit and credential.
-    let mut reported: HashMap<(String, LimitId, Option<usize>), ReportedShare> = HashMap::new();
+    let mut reported: HashMap<(String, Option<LimitId>, Option<usize>), ReportedShare> = HashMap::new();
     loop {
         tokio::time::sleep(QUOTA_INTERVAL).await;
         let Some(providers) = engine.load().providers.clone() else { continue };

@@ -23,7 +23,8 @@ use tower_service::Service;
 
 use crate::body::BoxError;
 use crate::upstream::{
-    CONNECTION_WINDOW, PING, PoolSettings, STREAM_WINDOW, UpstreamBody, UpstreamClient, UpstreamError, tcp_connector,
+    CONNECTION_WINDOW, MAX_HEAD_BYTES, MAX_HEAD_LINES, PING, PoolSettings, STREAM_WINDOW, UpstreamBody, UpstreamClient,
+    UpstreamError, tcp_connector,
 };
 
 /// The time that an idle connection is kept. It is shorter than the minute after which many servers close theirs.
@@ -115,6 +116,13 @@ where
         .timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_TIMEOUT)
         .pool_max_idle_per_host(MAX_IDLE)
+        // As in `upstream::http1_builder`.
+        .http1_allow_spaces_after_header_name_in_responses(true)
+        .http1_allow_obsolete_multiline_headers_in_responses(true)
+        .http1_ignore_invalid_headers_in_responses(true)
+        .http1_max_headers(MAX_HEAD_LINES)
+        .http1_max_buf_size(MAX_HEAD_BYTES)
+        .http2_max_header_list_size(MAX_HEAD_BYTES as u32)
         .http2_initial_stream_window_size(STREAM_WINDOW)
         .http2_initial_connection_window_size(CONNECTION_WINDOW)
         .http2_keep_alive_interval(PING.0)
@@ -148,4 +156,73 @@ pub(crate) fn fault_of(error: &(dyn std::error::Error + 'static)) -> TransportFa
         _ => false,
     };
     if is_unsent { TransportFault::Unsent } else { outbound::fault_of(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use http_body_util::Empty;
+    use hyper::service::service_fn;
+    use hyper_util::rt::TokioIo;
+    use rustls::pki_types::PrivatePkcs8KeyDer;
+    use rustls::{RootCertStore, ServerConfig};
+    use tidegate_policy::{Policy, ProviderSpec};
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tokio_rustls::TlsAcceptor;
+
+    use super::*;
+
+    /// Serves one connection over TLS, whose reply has this many header lines of 1,000 bytes, and returns the reply as a
+    /// provider's client reads it.
+    async fn fetch(http2: bool, lines: usize) -> Result<Response<UpstreamBody<Empty<Bytes>>>, BoxError> {
+        let pair = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).unwrap();
+        let key = PrivatePkcs8KeyDer::from(pair.signing_key.serialize_der());
+        let chain = vec![pair.cert.der().clone()];
+        let server = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key.into());
+        let mut server = server.unwrap();
+        if http2 {
+            server.alpn_protocols = vec![b"h2".to_vec()];
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("https://localhost:{}", listener.local_addr().unwrap().port());
+        tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut stream = TlsAcceptor::from(Arc::new(server)).accept(stream).await.unwrap();
+            if http2 {
+                let service = service_fn(move |_| async move {
+                    let mut response = Response::new(Empty::<Bytes>::new());
+                    for line in 0..lines {
+                        let name = http::HeaderName::try_from(format!("x-{line:04}")).unwrap();
+                        response.headers_mut().insert(name, "v".repeat(992).parse().unwrap());
+                    }
+                    Ok::<_, Infallible>(response)
+                });
+                let http = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+                let _ = http.serve_connection(TokioIo::new(stream), service).await;
+            } else {
+                let _ = stream.read(&mut [0; 1024]).await.unwrap();
+                let lines = (0..lines).map(|line| format!("x-{line:04}: {}\r\n", "v".repeat(992))).collect::<String>();
+                let hostile = "X Bad: 1\r\nFoo[bar]: 2\r\nno colon\r\nContent-Length\t: 0\r\n";
+                let _ = stream.write_all(format!("HTTP/1.1 200 OK\r\n{lines}{hostile}\r\n").as_bytes()).await;
+            }
+        });
+        let mut roots = RootCertStore::empty();
+        roots.add(pair.cert.der().clone()).unwrap();
+        let tls = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+        let policy = Policy::builder().provider("api", ProviderSpec::new(&url)).build().unwrap();
+        let [provider] = policy.outbound().unwrap().providers() else { panic!("one provider") };
+        let mut client = client(provider, provider.base_url.as_ref().unwrap(), tls);
+        client.call(Request::get(url).body(Empty::new()).unwrap()).await
+    }
+
+    #[tokio::test]
+    async fn heads_have_a_bound_in_bytes() {
+        for http2 in [false, true] {
+            let response = fetch(http2, 150).await.unwrap();
+            assert_eq!(response.headers().keys().filter(|name| name.as_str().starts_with("x-")).count(), 150);
+            assert!(fetch(http2, 300).await.is_err(), "HTTP/2: {http2}");
+        }
+    }
 }

@@ -123,7 +123,7 @@ metrics! {
         "1 for the present state of the circuit breaker, 0 for the others";
     PROVIDER_PAUSED: Gauge "provider_paused" ["provider"] "1 while an operator has paused the provider, else 0";
     PROVIDER_CREDENTIALS: Gauge "provider_credentials" ["provider", "state"]
-        "Credentials by state: usable, cooling (throttled, or without room under a limit of its own) or rejected. A provider without credentials has one anonymous credential";
+        "Credentials by state: usable, full (without room under a limit of its own), cooling (the provider has asked for a pause) or rejected. A provider without credentials has one anonymous credential";
     PROVIDER_LIMIT: Gauge "provider_limit" ["provider", "limit", "credential"]
         "The capacity of a limit. The credential is its number in the policy, from 0; empty if the limit counts the calls of all";
     PROVIDER_REMAINING: Gauge "provider_limit_remaining" ["provider", "limit", "credential"]

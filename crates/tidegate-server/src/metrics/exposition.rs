@@ -10,7 +10,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use std::fmt;
 use tidegate::outbound::cache::CacheStatus;
-use tidegate::outbound::{BreakerState, CallErrorKind, Class, Lane};
+use tidegate::outbound::{BreakerState, CallErrorKind, Class, CredentialStates, Lane};
 use tidegate::store::Losses;
 use tidegate_core::DurationHistogram;
 use tidegate_core::histogram::BUCKET_BOUNDS;
@@ -160,8 +160,8 @@ impl ServerSnapshot {
         let paused = all.iter().map(|of| ([of.name.as_str()], if of.paused { 1.0 } else { 0.0 }));
         page.gauges(&PROVIDER_PAUSED, paused)?;
         let credentials = all.iter().flat_map(|of| {
-            let states = of.credential_states;
-            [("usable", states.usable), ("cooling", states.cooling), ("rejected", states.rejected)]
+            let CredentialStates { usable, full, cooling, rejected, .. } = of.credential_states;
+            [("usable", usable), ("full", full), ("cooling", cooling), ("rejected", rejected)]
                 .map(|(state, count)| ([of.name.as_str(), state], count as f64))
         });
         page.gauges(&PROVIDER_CREDENTIALS, credentials)?;

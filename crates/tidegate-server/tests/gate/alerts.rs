@@ -40,29 +40,35 @@ struct Arrived {
 impl Receiver {
     /// Status 0 is no answer at all.
     async fn start(status: impl Fn(usize) -> u16 + Send + Sync + 'static) -> Self {
+        Self::saying(move |number| (status(number), "")).await
+    }
+
+    /// A receiver whose replies have bodies.
+    async fn saying(reply: impl Fn(usize) -> (u16, &'static str) + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let receiver = Self { address: listener.local_addr().unwrap(), arrived: Arc::default() };
-        let (arrived, status) = (Arc::clone(&receiver.arrived), Arc::new(status));
+        let (arrived, reply) = (Arc::clone(&receiver.arrived), Arc::new(reply));
         tokio::spawn(async move {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
-                let (arrived, status) = (Arc::clone(&arrived), Arc::clone(&status));
+                let (arrived, reply) = (Arc::clone(&arrived), Arc::clone(&reply));
                 let service = service_fn(move |request: Request<Incoming>| {
-                    let (arrived, status) = (Arc::clone(&arrived), Arc::clone(&status));
+                    let (arrived, reply) = (Arc::clone(&arrived), Arc::clone(&reply));
                     async move {
                         let (parts, body) = request.into_parts();
                         let body = body.collect().await.unwrap().to_bytes();
-                        let status = {
+                        let (status, said) = {
                             let mut arrived = arrived.lock().unwrap();
                             let body = serde_json::from_slice(&body).unwrap();
                             let target = format!("{} {}", parts.method, parts.uri);
                             arrived.push(Arrived { target, headers: parts.headers, body });
-                            status(arrived.len() - 1)
+                            reply(arrived.len() - 1)
                         };
                         if status == 0 {
                             std::future::pending::<()>().await;
                         }
-                        Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::default()).unwrap())
+                        let said = Full::new(Bytes::from_static(said.as_bytes()));
+                        Ok::<_, Infallible>(Response::builder().status(status).body(said).unwrap())
                     }
                 });
                 let http = hyper::server::conn::http1::Builder::new();
@@ -220,6 +226,45 @@ async fn telegram_gets_its_exact_form() {
     let link_preview = json!({ "is_disabled": true });
     assert_eq!(arrived[0].body, json!({ "chat_id": "-1001234", "text": text, "link_preview_options": link_preview }));
     assert_eq!(arrived[0].headers["content-type"], "application/json");
+}
+
+#[tokio::test]
+async fn waits_in_the_bodies_of_receivers_are_obeyed() {
+    const TELEGRAM: &str = "{\"ok\":false,\"error_code\":429,\"parameters\":{\"retry_after\":1}}";
+    const DISCORD: &str = "{\"message\":\"You are being rate limited.\",\"retry_after\":1.2,\"global\":false}";
+    for said in [TELEGRAM, DISCORD] {
+        let receiver = Receiver::saying(move |number| if number == 0 { (429, said) } else { (200, "") }).await;
+        let bot =
+            format!("{{ token = \"env:BOT_TOKEN\", chat = \"@ops\", base_url = \"http://{}\" }}", receiver.address);
+        let place = match said {
+            TELEGRAM => format!("telegram = {bot}"),
+            _ => format!("webhook = \"http://{}/\"\nformat = \"slack\"", receiver.address),
+        };
+        let gate = start(&format!("{LOGIN}[alert.ops]\non = \"blocked\"\n{place}\n"));
+        let mut api = Peer::connect(gate.api).await;
+        block(&mut api, 1).await;
+        receiver.wait_for(1).await;
+        // Back-off alone ends sooner.
+        tokio::time::sleep(Duration::from_millis(900)).await;
+        assert_eq!(receiver.arrived().len(), 1, "{said}");
+        let texts: Vec<_> = receiver.wait_for(2).await.iter().map(|it| it.body["text"].clone()).collect();
+        assert_eq!(texts[0], texts[1], "{said}");
+    }
+}
+
+#[tokio::test]
+async fn messages_wait_for_pauses_of_up_to_an_hour() {
+    for (said, failed) in [("{\"retry_after\":3000}", 0), ("{\"retry_after\":4000}", 2)] {
+        let receiver = Receiver::saying(move |_| (429, said)).await;
+        let gate = start(&alert(receiver.address, "group = \"1ms\""));
+        let mut api = Peer::connect(gate.api).await;
+        for number in 0..2 {
+            block(&mut api, number).await;
+            gate.clock.advance(Span::from_secs(1));
+            tokio::time::sleep(Duration::from_millis(600)).await;
+        }
+        assert_eq!((count(&gate, "failed").await, receiver.arrived().len()), (Some(failed), 1), "{said}");
+    }
 }
 
 #[tokio::test]

@@ -232,3 +232,106 @@ async fn chunked_encoding_overrides_an_upstreams_content_length() {
         }
     }
 }
+
+/// A line of an upstream's head that no reader should need.
+const UNREADABLE: [&str; 8] = [
+    "X Bad Header: 1",
+    "Foo[bar]: x",
+    "a line without a colon",
+    ": no name",
+    "X-Bell: a\u{7}b",
+    "X\u{e9}: 1",
+    "Transfer-Encoding\u{b}: chunked",
+    "\"Content-Length\": 3",
+];
+
+#[tokio::test]
+async fn unreadable_lines_of_an_upstream_are_dropped() {
+    for line in UNREADABLE {
+        // A folded line belongs to the dropped one.
+        for fold in ["", "\r\n content-length: 3"] {
+            let answer = format!("HTTP/1.1 200 OK\r\nx-first: 1\r\n{line}{fold}\r\ncontent-length: 5\r\n\r\nhello");
+            let upstream = Echo::start(answer.leak()).await;
+            let gate = start(upstream.address, "").await;
+            let mut client = Peer::connect(gate.inbound).await;
+            for _ in 0..2 {
+                let answer = client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+                let head = answer.strip_suffix("\r\n\r\nhello").unwrap_or_else(|| panic!("{line}: {answer}"));
+                let names: Vec<_> = head.lines().skip(1).filter_map(|line| line.split(':').next()).collect();
+                assert_eq!(names, ["x-first", "content-length", "date"], "{line}: {answer}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn hostile_spellings_of_an_upstreams_framing_count() {
+    const CHUNKED: &str = "5\r\nhello\r\n0\r\n\r\n";
+    for (lines, body, expected) in [
+        ("Transfer-Encoding : chunked", CHUNKED, 200),
+        ("content-length: 3\r\nTransfer-Encoding\t : chunked", CHUNKED, 200),
+        ("Transfer-Encoding:\r\n chunked", CHUNKED, 200),
+        ("content-length: 3\r\ntransfer-encoding:\r\n\t\r\n chunked", CHUNKED, 200),
+        ("Content-Length\t: 5", "hello", 200),
+        ("Content-Length:\r\n\t5", "hello", 200),
+        ("x-a: b\r\n content-length: 3\r\ncontent-length: 5", "hello", 200),
+        (" transfer-encoding: chunked\r\ncontent-length: 5", "hello", 200),
+        ("content-length: 5\r\n 5", "hello", 502),
+        ("content-length: 5\r\nContent-Length : 6", "hello", 502),
+        ("content-length: 5\r\nContent-Length:\r\n 6", "hello", 502),
+        ("content-length: 5\r\nx-a: b\rx-c: d", "hello", 502),
+        ("content-length: 5\r\nx y: b\0c", "hello", 502),
+    ] {
+        let upstream = Echo::start(format!("HTTP/1.1 200 OK\r\n{lines}\r\n\r\n{body}").leak()).await;
+        for (_gate, address) in start_plain_and_tls(upstream.address, "").await {
+            let mut client = Peer::connect(address).await;
+            // The next response begins where the client expects it.
+            for _ in 0..2 {
+                let answer = client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+                assert_eq!(status(&answer), expected, "{lines:?}: {answer}");
+                if expected == 200 {
+                    let is_chunked = header(&answer, "transfer-encoding") == Some("chunked");
+                    let length = header(&answer, "content-length");
+                    assert_eq!(
+                        (is_chunked, length.is_some()),
+                        (body == CHUNKED, body != CHUNKED),
+                        "{lines:?}: {answer}"
+                    );
+                    assert!(answer.ends_with(&format!("\r\n\r\n{body}")), "{lines:?}: {answer}");
+                    let folded = lines.starts_with("x-a").then_some("b content-length: 3");
+                    assert_eq!(header(&answer, "x-a"), folded, "{answer}");
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn bytes_after_a_response_answer_no_other_request() {
+    const REST: &str = "HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\npoisoned";
+    for line in ["", "Transfer-Encoding\u{b}: chunked\r\n"] {
+        let answer = format!("HTTP/1.1 200 OK\r\n{line}content-length: 5\r\n\r\nhello{REST}");
+        let upstream = Echo::start(answer.leak()).await;
+        let gate = start(upstream.address, "").await;
+        let mut client = Peer::connect(gate.inbound).await;
+        for _ in 0..20 {
+            let answer = client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            assert!(answer.ends_with("\r\n\r\nhello"), "{line:?}: {answer}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn heads_of_an_upstream_have_these_bounds() {
+    for (lines, length, expected) in [(150, 8, 200), (999, 8, 200), (1000, 8, 502), (250, 1000, 200), (600, 1000, 502)]
+    {
+        let what = format!("{lines} lines of {length}");
+        let lines = (0..lines).map(|line| format!("x-{line}: {}\r\n", "v".repeat(length))).collect::<String>();
+        let answer = format!("HTTP/1.1 200 OK\r\n{lines}content-length: 5\r\n\r\nhello");
+        let upstream = Echo::start(answer.leak()).await;
+        let gate = start(upstream.address, "").await;
+        let answer = Peer::connect(gate.inbound).await.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(status(&answer), expected, "{what}");
+        assert!(expected != 200 || answer.contains(&lines), "{what}");
+    }
+}

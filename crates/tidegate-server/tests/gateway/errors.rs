@@ -154,6 +154,21 @@ async fn cooling_credentials_give_429_with_earliest_time() {
     assert_eq!(api.count(), 2, "nothing is sent");
 }
 
+#[tokio::test]
+async fn credentials_that_are_full_give_429_with_the_limit() {
+    let api = Api::start(|_, _| Answer::new(200, "")).await;
+    let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ncredential_limit = \"1 per 60s\"\n";
+    let gateway = standing(&api.policy(&format!("{ONCE}{pair}timeout = \"1s\"\n")));
+    for _ in 0..2 {
+        assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    }
+    let body = "{\"error\":\"RateLimitedError\",\
+        \"message\":\"api: the limit `api.credential` has no room before the deadline\",\"provider\":\"api\",\
+        \"limit\":\"api.credential\",\"retry_after\":60,\"earliest\":\"2026-01-01 00:01:00Z\",\"attempts\":0}";
+    let answer = undated(&gateway.ask(get("/api/x")).await);
+    assert_eq!(answer, error("429 Too Many Requests", Some(60), 0, body));
+}
+
 /// The gate knows the end of the cool-down that a throttled reply starts, even if the reply names no time.
 #[tokio::test]
 async fn throttled_replies_are_passed_on_with_a_wait() {

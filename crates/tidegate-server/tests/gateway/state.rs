@@ -99,6 +99,26 @@ async fn a_breaker_is_followed_through_its_states() {
 }
 
 #[tokio::test]
+async fn credentials_that_are_full_are_no_event() {
+    let api = Api::start(|_, _| Answer::new(200, "")).await;
+    let limits = "limit = \"100/s burst 100\"\ncredential_limit = [\"1 per 60s\", \"3 in flight\"]\ntimeout = \"1s\"";
+    let gateway = standing(&api.policy(&format!("{limits}\n{TWO}")));
+    for expected in [200, 200, 429] {
+        assert_eq!(status(&gateway.ask(get("/api/x")).await), expected);
+    }
+    let report = ask_admin(&gateway, "/v1/providers/api").await;
+    assert_eq!(
+        (&report["credentials"][1]["state"], &report["credentials"][1]["usable_in"]),
+        (&"full".into(), &60.into())
+    );
+    let names = report["limits"].as_array().unwrap().iter().map(|limit| limit["name"].as_str().unwrap());
+    let own = ["api.credential", "api.credential", "api.credential.in_flight", "api.credential.in_flight"];
+    assert_eq!(names.collect::<Vec<_>>(), [&["api"], &own[..]].concat());
+    let events = ask_admin(&gateway, "/v1/events?follow=false").await;
+    assert_eq!(events["events"], serde_json::json!([]), "{events}");
+}
+
+#[tokio::test]
 async fn credentials_that_cool_down_or_are_rejected_are_reported() {
     let (lines, _guard) = capture("text");
     let api = Api::start(|number, request| match (number, request.header("authorization")) {
@@ -115,7 +135,7 @@ async fn credentials_that_cool_down_or_are_rejected_are_reported() {
         (&first["source"], &first["state"], &first["usable_in"]),
         (&"env:A".into(), &"cooling".into(), &30.into())
     );
-    assert_eq!(report["credential_states"], serde_json::json!({ "usable": 1, "cooling": 1, "rejected": 0 }));
+    assert_eq!(report["credential_states"], serde_json::json!({ "usable": 1, "full": 0, "cooling": 1, "rejected": 0 }));
 
     gateway.clock.advance(Span::from_secs(31));
     for _ in 0..2 {

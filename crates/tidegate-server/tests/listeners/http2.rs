@@ -177,7 +177,8 @@ pub(crate) struct Http2Server {
     connections: Arc<AtomicUsize>,
 }
 
-/// Starts an HTTP/2 server that answers with the request's body, and with trailers. To `/hold` it never answers.
+/// Starts an HTTP/2 server that answers with the request's body, and with trailers. To `/hold` it never answers, and to
+/// `/lines/N` with N header lines of 900 bytes.
 pub(crate) async fn start_server(tls: Option<TlsAcceptor>) -> Http2Server {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, connections) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
@@ -210,13 +211,18 @@ async fn answer(
     if head.uri.path() == "/hold" {
         std::future::pending::<()>().await;
     }
+    let lines = head.uri.path().strip_prefix("/lines/").and_then(|lines| lines.parse().ok()).unwrap_or(0);
     let collected = body.collect().await.unwrap();
     let mut trailers = collected.trailers().cloned().unwrap_or_default();
     trailers.insert("grpc-status", "0".parse().unwrap());
     let target = format!("{} {} {:?}\n", head.method, head.uri, head.headers.get("te"));
     let frames = [Frame::data(Bytes::from(target)), Frame::data(collected.to_bytes()), Frame::trailers(trailers)];
     let body = StreamBody::new(futures_util::stream::iter(frames.map(Ok)));
-    Ok(Response::builder().header("content-type", "application/grpc").body(body).unwrap())
+    let mut response = Response::builder().header("content-type", "application/grpc").body(body).unwrap();
+    for line in 0..lines {
+        response.headers_mut().append("x-line", format!("{line:0>900}").parse().unwrap());
+    }
+    Ok(response)
 }
 
 /// Makes a call as gRPC clients do, with trailers.
@@ -257,6 +263,17 @@ async fn grpc_calls_pass_with_their_trailers() {
         assert!(reply.as_ref().unwrap().starts_with("HTTP/1.1 200 "), "{reply:?}");
     }
     assert_eq!(plain.connections.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test]
+async fn heads_of_the_upstream_have_a_bound_in_bytes() {
+    let upstream = format!("http://{}", start_server(None).await.address);
+    let gate = start_before(&upstream, &format!("{ALWAYS}upstream_http2 = true\n")).await;
+    for (lines, expected) in [(200, 200), (300, 502)] {
+        let mut stream = TcpStream::connect(gate.inbound).await.unwrap();
+        let reply = ask(&mut stream, &REQUEST.replacen(" / ", &format!(" /lines/{lines} "), 1)).await.unwrap();
+        assert!(reply.starts_with(&format!("HTTP/1.1 {expected} ")), "{lines}: {reply}");
+    }
 }
 
 #[tokio::test]

@@ -139,6 +139,69 @@ async fn spent_quotas_are_reported_with_their_reset() {
     assert_eq!(log.lock().unwrap().len(), 4);
 }
 
+/// The state of each credential, and the time until it is usable.
+async fn states(api: &Api) -> Vec<(&'static str, u64)> {
+    api.report().await.credentials.iter().map(|credential| (credential.state, credential.usable_in)).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn credentials_that_are_full_by_our_own_limits_say_so() {
+    let settings = format!("{POOL}{}credential_limit = \"1 per 60s\"", credentials("AB"));
+    let (api, log) = (provider(&settings), Log::default());
+    let began = api.clock().now();
+    assert_eq!(call(&api, CallOptions::default(), GOOD, &log).await.unwrap(), 0);
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(call(&api, CallOptions::default(), GOOD, &log).await.unwrap(), 1);
+    for _ in 0..2 {
+        let error = call(&api, within(Duration::from_secs(1)), GOOD, &log).await.unwrap_err();
+        assert!(
+            matches!(&error.kind, CallErrorKind::RateLimited { limit, earliest: Some(at) }
+                if limit == "api.credential" && *at == began + Span::from_secs(60)),
+            "{error:?}"
+        );
+    }
+    assert_eq!(states(&api).await, [("full", 50), ("full", 60)]);
+    let counts = api.local_report().credential_states;
+    assert_eq!((counts.usable, counts.full, counts.cooling, counts.throttled), (0, 2, 0, 0));
+    // The reason of the credential that is free first counts.
+    sleep(Duration::from_secs(50)).await;
+    call(&api, CallOptions::default(), throttled_for(5), &log).await.unwrap_err();
+    assert_eq!(states(&api).await, [("cooling", 5), ("full", 10)]);
+    sleep(Duration::from_secs(10)).await;
+    call(&api, CallOptions::default(), throttled_for(300), &log).await.unwrap_err();
+    let error = call(&api, within(Duration::from_secs(1)), GOOD, &log).await.unwrap_err();
+    assert!(matches!(error.kind, CallErrorKind::RateLimited { .. }), "{error:?}");
+    assert_eq!(
+        (states(&api).await, error.retry_after()),
+        (vec![("full", 50), ("cooling", 300)], Some(Span::from_secs(50)))
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn limits_on_calls_in_flight_are_reported() {
+    let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\nbackground = { in_flight = 3 }";
+    let settings = format!("limit = [\"100 per 60s\", \"8 in flight\"]\ncredential_limit = \"5 in flight\"\n{pair}");
+    let (api, log) = (provider(&settings), Log::default());
+    let slow = Answers::of(&api, &[GOOD], &log, 0).after(Duration::from_secs(1));
+    for lane in [Lane::User, Lane::Background, Lane::User] {
+        drop(spawn(&api, options(lane), slow.clone()));
+    }
+    sleep(Duration::from_millis(10)).await;
+    let report = api.report().await;
+    let usage = report.limits.iter().map(|it| (it.name.as_str(), it.credential, it.used, it.limit, it.remaining));
+    let expected = [
+        ("api", None, 3, 100, 97),
+        ("api.in_flight", None, 3, 8, 5),
+        ("api.background.in_flight", None, 1, 3, 2),
+        ("api.credential.in_flight", Some(0), 2, 5, 3),
+        ("api.credential.in_flight", Some(1), 1, 5, 4),
+    ];
+    assert_eq!(usage.collect::<Vec<_>>(), expected);
+    assert_eq!(report.limits[1].words, "at most 8 at the same time");
+    let sequential = provider("sequential = true").report().await.limits;
+    assert_eq!((sequential.len(), sequential[0].limit), (1, 1), "{sequential:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn concurrent_throttles_count_as_one_step() {
     let (api, log) = (pool("A"), Log::default());

@@ -230,6 +230,11 @@ async fn restored_cool_downs_end_at_their_time() {
     process.stop();
 
     let process = host.start(now + Span::from_secs(200));
+    // No call has met it yet.
+    for report in [process.api().local_report(), process.api().report().await] {
+        let states = report.credential_states;
+        assert_eq!((states.usable, states.cooling, states.throttled), (0, 1, 1));
+    }
     let error = process.call().await.unwrap_err();
     assert!(
         matches!(error.kind, CallErrorKind::CoolingDown { earliest: Some(at) } if at == now + Span::from_secs(600)),
