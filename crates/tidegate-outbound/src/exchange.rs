@@ -212,11 +212,6 @@ where
         if let Err(error) = shared.target.prepare_attempt(&mut parts, secret) {
             return cancelled_outcome(error.into(), Delivery::Unsent);
         }
-        let is_usable = |held: &HeldReservation| held.credential == credential && held.usable_from <= now;
-        let reservation = self.reservations.iter().position(is_usable);
-        if let Some(index) = reservation {
-            parts.headers.insert(TIDEGATE_RESERVATION, self.reservations.swap_remove(index).token);
-        }
         let mut inner = self.inner.clone();
         if let Err(error) = poll_fn(|context| inner.poll_ready(context)).await {
             return self.fault_outcome(redact_error(error.into(), secret), TransportFault::Unsent);
@@ -224,6 +219,12 @@ where
         let Ok(body) = self.body.attempt_body() else {
             return cancelled_outcome(SendError::BrokenBody, Delivery::Unsent);
         };
+        let is_usable = |held: &HeldReservation| held.credential == credential && held.usable_from <= now;
+        let index = self.reservations.iter().position(is_usable);
+        let reservation = index.map(|index| self.reservations.swap_remove(index));
+        if let Some(held) = &reservation {
+            parts.headers.insert(TIDEGATE_RESERVATION, held.token.clone());
+        }
         self.was_handed_over = true;
         let sent: Result<_, BoxError> = inner.call(Request::from_parts(parts, body)).await.map_err(Into::into);
         match sent {
@@ -238,6 +239,10 @@ where
             }
             Err(error) => {
                 let fault = (shared.fault_classifier)(&*error);
+                if fault == TransportFault::Unsent {
+                    // The server hasn't seen it, so the next attempt may still present it.
+                    self.reservations.extend(reservation);
+                }
                 self.fault_outcome(redact_error(error, secret), fault)
             }
         }

@@ -327,10 +327,13 @@ impl<S: Store, C: Clock> Provider<S, C> {
     fn counted_limits(&self) -> Vec<CountedLimit> {
         let rules = &self.0.rules;
         let shared = rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten());
+        // The counts of scopes have keys that only calls know.
+        let shared = shared.filter(|limit| !limit.by_scope);
         let shared = shared.map(|ProviderLimit { limit, .. }| (*limit, rules.key, None));
         let credentials = rules.credential_keys.iter().enumerate().take(MAX_CREDENTIALS);
         let own = credentials.flat_map(|(index, key)| {
-            rules.credential_limits.iter().map(move |ProviderLimit { limit, .. }| (*limit, *key, Some(index)))
+            let own = rules.credential_limits.iter().filter(|limit| !limit.by_scope);
+            own.map(move |ProviderLimit { limit, .. }| (*limit, *key, Some(index)))
         });
         shared.chain(own).collect()
     }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::header::RETRY_AFTER;
-use http::{Request, Response, StatusCode};
+use http::{Request, Response};
 use http_body::Body;
 use tidegate_core::Clock;
 use tidegate_core::retry::TransportFault;
@@ -342,9 +342,8 @@ impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
                     let last_reply = match last_reply {
                         Some((Ok(reply), in_flight_guard)) => {
                             let mut response = to_response(reply, stats, in_flight_guard, None);
-                            let is_throttled = response.status() == StatusCode::TOO_MANY_REQUESTS
-                                || matches!(kind, CallErrorKind::QuotaSpent { .. });
-                            if let Some(wait) = wait.filter(|_| is_throttled) {
+                            // Another attempt of a call without time is no promise that the provider has made.
+                            if let Some(wait) = wait.filter(|_| !matches!(kind, CallErrorKind::NoTimeLeft { .. })) {
                                 response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| wait.as_secs_ceil().into());
                             }
                             response.extensions_mut().insert(kind);

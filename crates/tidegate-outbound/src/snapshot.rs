@@ -18,7 +18,9 @@ use parking_lot::Mutex;
 pub use file::SnapshotError;
 use file::{SnapshotDocument, SnapshotFile};
 use record::{LearntLimit, RecordKey, RecordState, SnapshotRecord, retained_records};
+use tidegate_core::call::ProviderLimit;
 use tidegate_core::{Batch, Clock, Key, Limit, LimitId, LimitKind, MAX_COST, Op, Outcome, Span, Time, Verb};
+use tidegate_policy::verdict::DEFAULT_MAX_PAUSE;
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store, StoreResponse};
 
@@ -190,13 +192,17 @@ impl<S: Store, C: Clock + Clone> Subject<S, C> {
         let mut restore_ops: Vec<(Time, Op)> = Vec::new();
         for (whose, record) in earliest_records {
             let Some(&(limit, key)) = self.limit_keys.get(whose) else { continue };
+            let provider = self.outbound.config().find(&whose.provider);
+            let max_pause = provider.map_or(DEFAULT_MAX_PAUSE, |provider| provider.verdicts.max_pause());
             match record.state {
                 // Debited in its own period, which the clock may not have reached again.
                 RecordState::Quota { used, began, .. } => {
                     restore_ops.push((began.max(now), Op::new(limit, Verb::Debit, key, used)));
                 }
                 RecordState::Cooldown { until } => {
-                    let time_left = if until.is_never() { Span::ZERO } else { until.since(now.max(saved_at)) };
+                    // No more than a reply could ask for.
+                    let time_left = until.since(now.max(saved_at)).min(max_pause);
+                    let time_left = if until.is_never() { Span::ZERO } else { time_left };
                     let cost = time_left.as_micros().min(MAX_COST);
                     if cost > 0 || until.is_never() {
                         restore_ops.push((now, Op::new(limit, Verb::Disable, key, cost)));
@@ -245,15 +251,18 @@ fn persistent_limits<S: Store, C: Clock>(
 ) -> impl Iterator<Item = (RecordKey, (LimitId, Key))> {
     let (outbound_config, config, rules) = (&provider.0.outbound_config, provider.config(), &provider.0.rules);
     let credential = |index: usize| config.credentials.get(index).map(ToString::to_string);
-    let provider_limits =
-        rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten()).map(move |provider_limit| {
+    let has_key = |limit: &&ProviderLimit| !limit.by_scope;
+    let provider_limits = rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten()).filter(has_key).map(
+        move |provider_limit| {
             // A per-credential limit of a single credential counts all calls, but still belongs to that credential.
             let credential_name =
                 if outbound_config.limit_info(provider_limit.limit).per_credential { credential(0) } else { None };
             (provider_limit.limit, rules.key, credential_name)
-        });
+        },
+    );
     let credential_limits = rules.credential_keys.iter().enumerate().flat_map(move |(index, key)| {
-        let limits = rules.credential_limits.iter().map(|provider_limit| provider_limit.limit).chain([rules.cooldown]);
+        let own = rules.credential_limits.iter().filter(has_key);
+        let limits = own.map(|provider_limit| provider_limit.limit).chain([rules.cooldown]);
         limits.map(move |limit| (limit, *key, credential(index)))
     });
     provider_limits.chain(credential_limits).filter_map(move |(limit, key, credential)| {

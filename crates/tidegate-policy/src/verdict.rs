@@ -32,6 +32,7 @@ use hints::reply_clock;
 use route::ScopeHasher;
 use source::Exchange;
 use times::ReplyClock;
+pub use times::parse_wait;
 use wait::FoundWait;
 
 /// The longest time for which one reply closes anything, if neither the provider nor a rule sets another.
@@ -245,6 +246,11 @@ impl VerdictRules {
         let in_scopes = self.scopes.iter().flat_map(|scope| &scope.name).any(Source::needs_request_body);
         let conditions = self.rules.iter().flat_map(|rule| &rule.when);
         in_scopes || conditions.into_iter().any(|when| !when.request.json.is_empty())
+    }
+
+    /// The longest time for which a reply closes anything, if no rule sets another.
+    pub fn max_pause(&self) -> Span {
+        self.max_pause
     }
 
     /// True if calls have scopes.

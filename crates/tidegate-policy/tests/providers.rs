@@ -7,10 +7,12 @@ use std::fmt::Write as _;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use tidegate_core::retry::is_repeatable;
-use tidegate_core::{Key, Remaining, RemainingAmount, Scope, Time};
+use tidegate_core::{Key, Remaining, RemainingAmount, Scope, Span, Time};
 use tidegate_policy::outbound::OutboundConfig;
 use tidegate_policy::verdict::{Classified, RequestFacts, VerdictRules};
 use tidegate_policy::{Policy, PolicySources};
+use tidegate_testkit::property;
+use tidegate_testkit::random::case_count;
 use toml::{Table, Value};
 
 const ROWS: &str = include_str!("providers/rows.toml");
@@ -186,4 +188,118 @@ fn many_providers_are_understood_without_a_rule() {
     let right = by_kind.len() - wrong.len();
     assert_eq!(by_kind.len(), 147);
     assert!(right >= LEAST_BY_DEFAULT, "{right} of {} are right without a rule; not {wrong:?}", by_kind.len());
+}
+
+/// Values that break naive readers of times and numbers.
+const HOSTILE: [&str; 34] = [
+    "0",
+    "-1",
+    "",
+    " ",
+    "1e999",
+    "NaN",
+    "inf",
+    "+",
+    "+4",
+    "4,4",
+    "4, soon",
+    "\"4\"",
+    "4s",
+    "99999999",
+    "999999999",
+    "1000000000",
+    "1767225600",
+    "1767225599",
+    "99999999999",
+    "1767225660000",
+    "1767225660000000",
+    "1767225660000000000",
+    "99999999999999999999999999999999999999999999999999",
+    "0.0000000001",
+    "1.9999999999999999999",
+    "9999-12-31T23:59:59Z",
+    "Fri, 31 Dec 9999 23:59:59 GMT",
+    "Thu, 01 Jan 1970 00:00:00 GMT",
+    "2026-01-01T00:00:00Z",
+    "00:99:99.9",
+    "999999h",
+    "100;w=60",
+    "\"a\";r=0;t=99999999999",
+    "r0;at=99999999999999",
+];
+const STATUSES: [u16; 14] = [200, 200, 204, 400, 401, 403, 404, 409, 418, 429, 429, 500, 503, 529];
+const BODIES: [&str; 14] = [
+    "",
+    "{",
+    "null",
+    "[]",
+    "{\"error\":{\"code\":\"insufficient_quota\"}}",
+    "{\"retry_after\":1e308}",
+    "{\"retry_after\":-5}",
+    "{\"retry_after\":99999999999}",
+    "{\"parameters\":{\"retry_after\":\"soon\"}}",
+    "{\"error\":{\"details\":[{\"retryDelay\":\"999999999999s\"}]}}",
+    "<Error><Code>SlowDown</Code></Error>",
+    "<!DOCTYPE a [<!ENTITY b \"cccc\">]><a>&b;</a>",
+    "error code: 1015",
+    "{\"errors\":[{\"extensions\":{\"code\":\"THROTTLED\",\"retry_in_seconds\":1e30}}]}",
+];
+const KINDS: [&str; 5] = ["application/json", "text/html", "application/xml", "text/plain; charset=utf-8", "image/png"];
+/// The longest period of a rule, and the longest pause that a rule here may set.
+const LONGEST: Span = Span::from_secs(31 * 86_400);
+
+/// Whatever a reply says, it closes nothing for longer than the longest pause, and what a valid header asks for is waited
+/// for.
+#[test]
+fn hostile_replies_close_nothing_for_longer_than_the_longest_pause() {
+    let (providers, built_in) = (providers(), VerdictRules::default());
+    let all: Vec<(&VerdictRules, Span)> = providers
+        .providers()
+        .iter()
+        .map(|provider| (&provider.verdicts, LONGEST))
+        .chain([(&built_in, Span::from_secs(86_400))])
+        .collect();
+    let mut names: Vec<HeaderName> = Vec::new();
+    for row in rows() {
+        names.extend(row.headers("headers").keys().cloned());
+    }
+    names.push(http::header::DATE);
+    names.sort_by(|left, right| left.as_str().cmp(right.as_str()));
+    names.dedup();
+    property::check(case_count(20_000, 1_000_000), 32, |mut random| {
+        let (rules, longest) = random.pick(&all);
+        let status = StatusCode::from_u16(random.pick(&STATUSES)).unwrap();
+        let mut headers = HeaderMap::new();
+        headers.insert(http::header::CONTENT_TYPE, HeaderValue::from_static(random.pick(&KINDS)));
+        for _ in 0..random.below(6) {
+            let name = &names[random.below(names.len() as u64) as usize];
+            headers.append(name, HeaderValue::from_static(random.pick(&HOSTILE)));
+        }
+        let valid = random.chance(30).then(|| 1 + random.below(500));
+        if let Some(valid) = valid {
+            headers.insert(http::header::RETRY_AFTER, HeaderValue::from(valid));
+        }
+        let method = if random.chance(50) { Method::GET } else { Method::POST };
+        let none = HeaderMap::new();
+        let request = RequestFacts::new(&method, "api.test", random.pick(&["/", "/graphql", "/search/code"]), &none);
+        let body =
+            Some(random.pick(&BODIES).as_bytes()).filter(|_| rules.body_limit(&request, status, &headers).is_some());
+        let found = rules.classify(&request, status, &headers, body, PROVIDER, NOW);
+        let verdict = &found.verdict;
+        let wait = verdict.announced_wait().unwrap_or_default();
+        let resets =
+            [verdict.remaining.calls, verdict.remaining.cost].into_iter().flatten().map(|amount| amount.resets_at);
+        let latest = resets.chain(verdict.spent_until).max().unwrap_or(NOW);
+        if wait > longest || latest > NOW + longest {
+            return Err(format!("{wait} until {latest:?}: {status} {headers:?} {body:?}"));
+        }
+        let is_plain = std::ptr::eq(rules, &raw const built_in) && found.rule.is_none();
+        let has_finer = headers.keys().any(|name| name.as_str().contains("-ms") || name == "x-amz-retry-after");
+        if let Some(valid) = valid.filter(|_| is_plain && !has_finer && verdict.class.is_retryable())
+            && wait < Span::from_secs(valid)
+        {
+            return Err(format!("{wait} instead of {valid} s: {status} {headers:?}"));
+        }
+        Ok(())
+    });
 }

@@ -7,7 +7,8 @@ use clap::builder::ArgPredicate;
 use parking_lot::Mutex;
 use regex::bytes::Regex;
 use tidegate_core::{Clock, Span, Time};
-use tidegate_policy::{ReplyReservation, parse_duration};
+use tidegate_policy::ReplyReservation;
+use tidegate_policy::verdict::parse_wait;
 
 use super::curl;
 
@@ -199,17 +200,6 @@ impl LineMatcher {
         }
         self.line.clear();
     }
-}
-
-/// Parses seconds, a time with its unit, or an HTTP date.
-fn parse_wait(text: &str, now: Time) -> Option<Span> {
-    let text = text.trim();
-    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..1e9).contains(seconds));
-    let seconds = seconds.map(|seconds| Span::from_micros((seconds * 1e6).ceil() as u64));
-    seconds.or_else(|| parse_duration(text).ok()).or_else(|| {
-        let date = httpdate::parse_http_date(text).ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
-        Some(Span::from_secs(date.as_secs().saturating_sub(now.as_micros() / 1_000_000)))
-    })
 }
 
 #[cfg(test)]

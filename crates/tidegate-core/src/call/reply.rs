@@ -51,7 +51,7 @@ impl Call {
             is_repeatable: reply.is_repeatable,
             unreplayable_reason: reply.unreplayable_reason,
             asks_not_to_retry: verdict.asks_not_to_retry,
-            retry_after: verdict.wait,
+            retry_after: verdict.wait.or((verdict.class == Class::Quota).then_some(QUOTA_PROBE_INTERVAL)),
             has_reservation: self.has_reservation,
             has_other_credential: verdict.class.is_refusal()
                 && state.pool.next(now, rng).is_some_and(|other| other != credential),
@@ -300,6 +300,8 @@ impl Call {
                     if verdict.scope == Scope::Call && sent.scope == 0 { Scope::Provider } else { verdict.scope };
                 state.close(rules, sent, scope, Closing::Paused, wait, now);
             }
+            // The end of the pause is another first call.
+            Class::Success if !wait.is_zero() => state.close(rules, sent, verdict.scope, Closing::Paused, wait, now),
             Class::Success => {
                 if sent.generation > 0 {
                     let key = rules.credential_keys[sent.credential];
@@ -313,9 +315,6 @@ impl Call {
                     let verb = Verb::Success { generation: sent.scope_generation };
                     // Without it, the next closing lasts longer.
                     let _ = state.updates().push(cooldown_op(rules, key, verb));
-                }
-                if !wait.is_zero() {
-                    state.close(rules, sent, verdict.scope, Closing::Paused, wait, now);
                 }
             }
             Class::Auth if !rules.can_renew_login || self.has_renewed(sent.credential) => {

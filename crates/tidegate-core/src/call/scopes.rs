@@ -79,8 +79,11 @@ impl Scopes {
     /// Learns that the calls of a route belong to a scope.
     pub(super) fn teach(&mut self, route: u64, key: u64) {
         if self.routes.len() >= MAX_SCOPES && !self.routes.contains_key(&route) {
-            // A forgotten route is learnt again from its next reply.
-            self.routes.clear();
+            // Any other: its keys are hashes. It is learnt again from its next reply.
+            let next = self.routes.range(route..).next().or_else(|| self.routes.iter().next());
+            if let Some(other) = next.map(|(other, _)| *other) {
+                self.routes.remove(&other);
+            }
         }
         self.routes.insert(route, key);
     }

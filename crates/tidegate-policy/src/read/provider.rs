@@ -45,6 +45,8 @@ setting_keys! {
             "the order of credentials for calls: round-robin, random or least-recently-used";
         limit: Quantities = "", LIMITS, "its limits for all calls together";
         credential_limit: Quantities = "", LIMITS, "its limits for each credential";
+        scope_limit: Quantities = "", LIMITS, "the limits for all calls of each scope";
+        credential_scope_limit: Quantities = "", LIMITS, "the limits for the calls of each scope with each credential";
         cost_limit: Quantities = "", LIMITS, "the limits on the cost of all its calls";
         credential_cost_limit: Quantities = "", LIMITS,
             "the limits on the cost of calls with each credential";

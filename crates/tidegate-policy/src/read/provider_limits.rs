@@ -38,6 +38,8 @@ pub(super) struct ParsedLimit {
     quantity: Quantity,
     at: TextRange,
     measure: Measure,
+    /// True if each scope has its own count.
+    by_scope: bool,
 }
 
 /// The limits of a provider and of each of its credentials, as written in the policy.
@@ -173,11 +175,31 @@ impl DocumentReader<'_> {
     }
 
     fn provider_limits(&mut self, table: &TomlTable) -> Option<ProviderLimits> {
-        let calls = self.parse_limits(table, &PROVIDER.limit, Measure::Calls);
+        let mut calls = self.parse_limits(table, &PROVIDER.limit, Measure::Calls);
+        let scope_calls = self.parse_scope_limits(table, &PROVIDER.scope_limit);
         let cost = self.parse_cost_limits(table, &PROVIDER.cost_limit, "limit");
-        let credential_calls = self.parse_limits(table, &PROVIDER.credential_limit, Measure::Calls);
+        let mut credential_calls = self.parse_limits(table, &PROVIDER.credential_limit, Measure::Calls);
+        let credential_scope_calls = self.parse_scope_limits(table, &PROVIDER.credential_scope_limit);
         let credential_cost = self.parse_cost_limits(table, &PROVIDER.credential_cost_limit, "credential_limit")?;
+        calls.as_mut()?.extend(scope_calls?);
+        credential_calls.as_mut()?.extend(credential_scope_calls?);
         Some(ProviderLimits { calls: calls?, cost: cost?, credential_calls: credential_calls?, credential_cost })
+    }
+
+    /// Reads limits of which each scope has its own count.
+    fn parse_scope_limits(&mut self, table: &TomlTable, key: &SettingKey<Quantities>) -> Option<Vec<ParsedLimit>> {
+        let limits = self.parse_limits(table, key, Measure::Calls)?;
+        let name = format!("`{}`", key.name());
+        let help = "a limit on calls in flight belongs in `limit` or `credential_limit`";
+        if !self.check_no_in_flight(&limits, &name, help) {
+            return None;
+        }
+        if let (Some(limit), None) = (limits.first(), table.get("scope")) {
+            let message = format!("there is a {name}, but the provider has no scopes");
+            let expected = "its scopes, such as scope = [{ name = [\"request.json /model\"] }]";
+            return self.error(limit.at, message, expected).none();
+        }
+        Some(limits.into_iter().map(|limit| ParsedLimit { by_scope: true, ..limit }).collect())
     }
 
     fn add_cooldown(
@@ -206,7 +228,7 @@ impl DocumentReader<'_> {
         measure: Measure,
     ) -> Option<Vec<ParsedLimit>> {
         let quantities = self.value_or(table, key, Vec::new())?;
-        let limit = |(quantity, at)| ParsedLimit { quantity, at, measure };
+        let limit = |(quantity, at)| ParsedLimit { quantity, at, measure, by_scope: false };
         Some(quantities.into_iter().map(limit).collect())
     }
 
@@ -263,7 +285,7 @@ impl DocumentReader<'_> {
     ) -> Option<Vec<ProviderLimit>> {
         parsed_limits.retain(|parsed| !matches!(parsed.quantity, Quantity::InFlight { .. } | Quantity::Unlimited));
         let has_several = parsed_limits.len() > 1;
-        let add = |(number, ParsedLimit { quantity, at, measure })| {
+        let add = |(number, ParsedLimit { quantity, at, measure, by_scope })| {
             let name = if has_several { format!("{name}.{number}") } else { name.to_owned() };
             let kind = limit_kind(&quantity).map_err(|error| self.report(at, error.to_string(), "another limit"));
             let kind = kind.ok()??;
@@ -272,9 +294,12 @@ impl DocumentReader<'_> {
             if measure == Measure::Cost {
                 description.push_str(", by what calls cost");
             }
+            if by_scope {
+                description.push_str(", of each scope");
+            }
             let info = OutboundLimitInfo { name, quantity: Some(quantity), description, per_credential };
             let limit = self.add_outbound_limit(collected, kind, info, at)?;
-            Some(ProviderLimit { limit, measure, by_scope: false, settles })
+            Some(ProviderLimit { limit, measure, by_scope, settles })
         };
         (1..).zip(parsed_limits).map(add).collect()
     }
@@ -303,13 +328,15 @@ impl DocumentReader<'_> {
         lane_limits: &[Box<[ProviderLimit]>],
     ) -> Option<()> {
         let max_lane_limits = lane_limits.iter().map(|limits| limits.len()).max().unwrap_or(0);
-        let operations = provider_limits.len() + credential_limits.len() + max_lane_limits + 1;
+        // A scope has a cool-down of its own.
+        let cooldowns = 1 + usize::from(section.table.get("scope").is_some());
+        let operations = provider_limits.len() + credential_limits.len() + max_lane_limits + cooldowns;
         if operations <= MAX_OPS {
             return Some(());
         }
-        let (name, limits) = (quoted(section.name), operations - 1);
+        let (name, limits) = (quoted(section.name), operations - cooldowns);
         let message = format!("a call to {name} meets {limits} limits, those of its lane and its credential included");
-        self.error(section.name_at, message, format!("at most {}", MAX_OPS - 1)).none()
+        self.error(section.name_at, message, format!("at most {}", MAX_OPS - cooldowns)).none()
     }
 }
 

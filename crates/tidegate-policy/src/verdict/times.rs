@@ -119,6 +119,12 @@ impl ReplyClock {
     }
 }
 
+/// Reads a wait as `Retry-After` tells it: seconds, a duration, a Unix time or a date. Zero if it is over. `None` if it can't
+/// be read.
+pub fn parse_wait(text: &str, now: Time) -> Option<Span> {
+    ReplyClock { now, server: None }.read(text, TimeUnit::Any)
+}
+
 /// Converts a date to microseconds since the Unix epoch: an HTTP date (RFC 9110 §5.6.7), also with `UTC` or an offset or
 /// without a weekday (RFC 5322), an RFC 3339 time, also without seconds or with a space, and the text of a JavaScript date.
 pub(crate) fn date_micros(text: &str) -> Option<u128> {

@@ -232,6 +232,9 @@ window = "60s"
 
 [outbound.provider.found]
 base_url = "http://localhost:9001"
+scope = [{ name = ["request.json /model"] }]
+scope_limit = "30 per 60s"
+credential_scope_limit = "5/s"
 pace = { by = "adaptive", initial = "20ms", slowest = "10s", fastest = "1ms" }
 "#;
 

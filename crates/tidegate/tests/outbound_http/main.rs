@@ -5,6 +5,7 @@ mod allowances;
 mod common;
 mod grpc;
 mod hedge;
+mod pauses;
 mod upload;
 
 use std::io;
@@ -16,8 +17,9 @@ use futures_util::future::join_all;
 use http::{HeaderValue, Request, StatusCode};
 use http_body_util::Full;
 use tidegate::clock::TokioClock;
-use tidegate::outbound::{CallErrorKind, CallOptions, CallStats, OutboundError, SendError, TargetError};
+use tidegate::outbound::{CallErrorKind, CallOptions, CallStats, OutboundError, OutboundLayer, SendError, TargetError};
 use tidegate::policy::{Policy, PolicySources, Query};
+use tidegate::store::Memory;
 use tidegate::{Gate, Span};
 use tidegate_core::Lane;
 use tidegate_core::retry::UnreplayableReason;
@@ -147,6 +149,21 @@ async fn a_reservation_is_presented_once() {
     assert!(waited >= Duration::from_millis(200) && waited < Duration::from_millis(250), "{waited:?}");
     let presented = arrived.iter().map(|request| request.headers.get("tidegate-reservation"));
     assert_eq!(presented.collect::<Vec<_>>(), [None, Some(&HeaderValue::from_static("rabc")), None]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reservation_outlasts_an_attempt_that_was_not_sent() {
+    let api = Api::new(|number, _| match number {
+        0 => answer(429, &[("retry-after", "1"), ("tidegate-reservation", "rabc;at=1")], ""),
+        1 => Err(io::ErrorKind::ConnectionRefused.into()),
+        _ => status(200),
+    });
+    let service = layer("").layer(api.clone());
+    assert_eq!(ask(&service, get("/x")).await.unwrap().status(), StatusCode::OK);
+    let arrived = api.arrived();
+    let presented = arrived.iter().map(|request| request.headers.get("tidegate-reservation"));
+    let token = HeaderValue::from_static("rabc");
+    assert_eq!(presented.collect::<Vec<_>>(), [None, Some(&token), Some(&token)]);
 }
 
 /// Two calls of one client hold the same token. The first uses it. Until the second comes, another client of the key was

@@ -1,0 +1,301 @@
+//! Pauses that replies name, failures of one burst and of one path, rejected credentials, and scopes.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::*;
+use crate::common::Through;
+use tidegate::outbound::BreakerState;
+
+fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+fn breaker(layer: &OutboundLayer<Memory, TokioClock>) -> BreakerState {
+    layer.provider().inspect(|state, now| state.breaker.state(now))
+}
+
+/// Asks for a path, and returns the status.
+async fn status_of(service: &Through, path: &str) -> u16 {
+    ask(service, get(path)).await.map_or_else(|error| error.status(), |response| response.status().as_u16())
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_announced_pause_is_waited_out_in_order() {
+    for callers in [1, 3, 10, 100] {
+        let began = now();
+        let api = Api::new(move |_, _| {
+            if now() - began < secs(5) { answer(503, &[("retry-after", "5")], "closed") } else { status(200) }
+        });
+        let api = api.taking(Duration::from_millis(20));
+        let layer = limited("50/s burst 100", "timeout = \"60s\"\nadaptive = \"off\"");
+        let service = layer.layer(api.clone());
+        let early = (0..callers).map(|_| status_of(&service, "/early"));
+        let late = async {
+            tokio::time::sleep(secs(3)).await;
+            status_of(&service, "/late").await
+        };
+        let (early, late) = tokio::join!(join_all(early), late);
+        assert!(early.iter().all(|status| *status == 200) && late == 200, "{early:?} {late}");
+        let arrived = api.arrived();
+        assert_eq!(arrived.len(), 2 * callers + 1, "each is sent twice, and the late one once");
+        let after: Vec<_> = arrived[callers..].iter().map(|arrived| (arrived.at - began).as_millis()).collect();
+        assert!(after[0] >= 5_000 && after[0] <= 5_200, "{callers}: {after:?}");
+        assert!(arrived.last().unwrap().uri.ends_with("/late"), "a later call waits its turn");
+        // At most the provider's rate, and not much less.
+        let spread = after.last().unwrap() - after[0];
+        assert!(spread + 20 >= callers as u128 * 10 && spread <= callers as u128 * 40 + 100, "{callers}: {spread} ms");
+        assert_eq!(breaker(&layer), BreakerState::Closed);
+        assert!(layer.provider().inspect(|state, _| state.breaker.failures()) <= 1, "one event");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_provider_that_stays_closed_opens_the_breaker() {
+    let api = Api::new(|_, _| answer(503, &[("retry-after", "1")], "closed"));
+    let layer = layer("timeout = \"60s\"\nretry = { max_attempts = 2 }");
+    let service = layer.layer(api.clone());
+    let mut calls = 0;
+    while breaker(&layer) == BreakerState::Closed {
+        join_all((0..10).map(|_| status_of(&service, "/x"))).await;
+        calls += 1;
+        assert!(calls <= 5, "{}", api.count());
+    }
+    let before = api.count();
+    assert_eq!(status_of(&service, "/x").await, 503);
+    assert_eq!(api.count(), before, "nothing is sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_isnt_repeated_for_a_post() {
+    for (code, headers, requests) in [
+        (503, &[("retry-after", "1")][..], 1),
+        (529, &[], 1),
+        (429, &[("retry-after", "1")], 2),
+        (429, &[("retry-after", "1"), ("x-should-retry", "false")], 1),
+    ] {
+        let api = Api::new(move |number, _| if number == 0 { answer(code, headers, "no") } else { status(200) });
+        let service = layer("").layer(api.clone());
+        let _ = ask(&service, post("{}", None)).await;
+        assert_eq!(api.count(), requests, "{code} {headers:?}");
+        let api = Api::new(move |number, _| if number == 0 { answer(code, headers, "no") } else { status(200) });
+        let service = layer("").layer(api.clone());
+        let _ = ask(&service, post("{}", Some("key"))).await;
+        assert_eq!(api.count(), if headers.len() == 2 { 1 } else { 2 }, "{code} {headers:?} with a key");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_reply_closes_a_provider_for_longer_than_the_longest_pause() {
+    for (settings, longest) in [("", 86_400), ("max_pause = \"10m\"\n", 600)] {
+        let began = now();
+        let api = Api::new(
+            |number, _| {
+                if number == 0 { answer(429, &[("retry-after", "99999999")], "no") } else { status(200) }
+            },
+        );
+        let service = layer(settings).layer(api.clone());
+        assert_eq!(status_of(&service, "/x").await, 429);
+        tokio::time::sleep(secs(longest - 20)).await;
+        assert_eq!((status_of(&service, "/x").await, api.count()), (429, 1));
+        tokio::time::sleep(secs(15)).await;
+        assert_eq!((status_of(&service, "/x").await, api.count()), (200, 2));
+        assert!(now() - began <= secs(longest + 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_success_may_ask_for_a_pause() {
+    let api = Api::new(|number, _| answer(200, if number == 0 { &[("retry-after", "3")] } else { &[] }, "done"));
+    let rule = "rule = [{ when = { status = 200, header = { retry-after = { present = true } } }, is = \"success\", wait = \"header retry-after\" }]";
+    let service = layer(rule).layer(api.clone());
+    let began = now();
+    assert_eq!([status_of(&service, "/x").await, status_of(&service, "/x").await], [200, 200]);
+    assert_eq!((api.count(), (now() - began).as_secs()), (2, 3));
+}
+
+/// Three of four credentials have little room, and the fourth was revoked.
+#[tokio::test(start_paused = true)]
+async fn a_revoked_credential_is_left_out_although_the_others_are_nearly_full() {
+    let began = now();
+    let api = Api::new(|_, arrived| if arrived.bearer().ends_with("-d") { status(401) } else { status(200) });
+    let api = api.taking(Duration::from_millis(30));
+    let layer = layer(
+        "timeout = \"20s\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\", \"env:C\", \"env:D\"]\n\
+         credential_limit = \"5 per 1s\"\n",
+    );
+    let service = layer.layer(api.clone());
+    let rejected = AtomicUsize::new(0);
+    let worker = |number: usize| {
+        let (service, rejected) = (&service, &rejected);
+        async move {
+            while now() - began < secs(20) {
+                let status = status_of(service, &format!("/part{}", number % 4)).await;
+                if status == 401 && now() - began > secs(2) {
+                    rejected.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    };
+    join_all((0..16).map(worker)).await;
+    assert_eq!(rejected.load(Ordering::Relaxed), 0);
+    let revoked = api.arrived().iter().filter(|arrived| arrived.bearer().ends_with("-d")).count();
+    assert!(revoked <= 20, "{revoked} requests");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_one_credential_may_not_use_disables_none() {
+    for refusal in [401, 403] {
+        let api = Api::new(move |_, arrived| {
+            if arrived.uri.contains("admin") && !arrived.bearer().ends_with("-a") {
+                status(refusal)
+            } else {
+                status(200)
+            }
+        });
+        let layer = layer(PAIR);
+        let service = layer.layer(api.clone());
+        for _ in 0..50 {
+            assert_eq!(status_of(&service, "/open").await, 200);
+            assert_eq!(status_of(&service, "/open").await, 200);
+            status_of(&service, "/admin").await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let states = layer.provider().local_report().credential_states;
+        assert_eq!((states.usable, states.rejected), (2, 0), "{refusal}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_bad_path_doesnt_close_the_others() {
+    let api = Api::new(|_, arrived| if arrived.uri.contains("/bad") { status(500) } else { status(200) });
+    let layer = layer("retry = { max_attempts = 1 }");
+    let service = layer.layer(api.clone());
+    assert_eq!(status_of(&service, "/good").await, 200);
+    for number in 0..30 {
+        assert_eq!(status_of(&service, &format!("/bad/{number}")).await, 500);
+        tokio::time::sleep(secs(2)).await;
+    }
+    assert_eq!((status_of(&service, "/good").await, breaker(&layer)), (200, BreakerState::Closed));
+    // Two that fail are no bad path.
+    let api = Api::new(|_, _| status(500));
+    let service = layer.layer(api.clone());
+    for _ in 0..5 {
+        for path in ["/bad/1", "/good"] {
+            status_of(&service, path).await;
+            tokio::time::sleep(secs(2)).await;
+        }
+    }
+    assert_eq!(breaker(&layer), BreakerState::Open);
+}
+
+const RESOURCES: &str = "learn_limits = true\ntimeout = \"90s\"\n\
+    rule = [{ when = { status = 403, header = { x-ratelimit-remaining = \"0\" } }, is = \"quota\", wait = \"header x-ratelimit-reset\" }]\n\
+    scope = [{ path = \"/search/**\", name = [\"search\"] }, { name = [\"header x-ratelimit-resource\"] }]\n";
+
+#[tokio::test(start_paused = true)]
+async fn a_closed_scope_holds_up_no_other() {
+    let began = now();
+    let api = Api::new(move |_, arrived| {
+        let is_closed = arrived.uri.contains("/search") && now() - began < secs(60);
+        let reset = (60_u64.saturating_sub((now() - began).as_secs())).max(1).to_string();
+        match is_closed {
+            true => answer(
+                403,
+                &[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", &reset), ("x-ratelimit-resource", "search")],
+                "",
+            ),
+            false => answer(
+                200,
+                &[("x-ratelimit-remaining", "100"), ("x-ratelimit-reset", &reset), ("x-ratelimit-resource", "core")],
+                "",
+            ),
+        }
+    });
+    let layer = layer(RESOURCES);
+    let service = layer.layer(api.clone());
+    let search = |number: u64| {
+        let service = &service;
+        async move {
+            tokio::time::sleep(Duration::from_millis(number)).await;
+            status_of(service, &format!("/search/code?q={number}")).await
+        }
+    };
+    let core = async {
+        tokio::time::sleep(secs(1)).await;
+        for number in 0..50 {
+            assert_eq!(status_of(&service, &format!("/repos/a{number}")).await, 200);
+        }
+        now() - began
+    };
+    let (searches, core_took) = tokio::join!(join_all((0..10).map(search)), core);
+    assert!(core_took < secs(3), "{core_took:?}");
+    assert!(searches.iter().all(|status| *status == 200), "{searches:?}");
+    let arrived = api.arrived();
+    let searched: Vec<&str> = arrived.iter().map(|it| it.uri.as_str()).filter(|uri| uri.contains("/search")).collect();
+    assert_eq!(searched.len(), 11, "one met the end");
+    let order: Vec<&str> = searched[1..].iter().map(|uri| uri.rsplit('=').next().unwrap()).collect();
+    assert_eq!(order, ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"], "in the order of arrival");
+    assert_eq!(layer.provider().local_report().credential_states.usable, 1, "the credential is not closed");
+}
+
+/// Replies name a bucket for each route and channel, as those of Discord do.
+#[tokio::test(start_paused = true)]
+async fn scopes_are_learnt_by_route() {
+    let began = now();
+    let closed = Arc::new(Mutex::new(None));
+    let api = Api::new(move |_, arrived| {
+        let is_send = arrived.uri.contains("/channels/1/messages");
+        let until = *closed.lock().unwrap();
+        if is_send && until.is_some_and(|until| now() < until) {
+            return answer(429, &[("x-bucket", "send")], r#"{"retry_after": 1.5, "global": false}"#);
+        }
+        if is_send {
+            *closed.lock().unwrap() = Some(now() + secs(2));
+        }
+        answer(200, &[("x-bucket", if is_send { "send" } else { "read" })], "")
+    });
+    let settings = "timeout = \"60s\"\n\
+        rule = [{ when = { status = 429 }, is = \"throttled\", wait = \"json /retry_after s\" }]\n\
+        scope = [{ path = \"/channels/{channel}/**\", name = [\"header x-bucket\", \"path {channel}\"] }]\n";
+    let service = layer(settings).layer(api.clone());
+    let send = || status_of(&service, "/channels/1/messages");
+    assert_eq!(send().await, 200);
+    let other = async {
+        for number in 2..40 {
+            assert_eq!(status_of(&service, &format!("/channels/{number}/messages")).await, 200, "another channel");
+            assert_eq!(status_of(&service, "/channels/1/pins").await, 200, "another bucket");
+        }
+        now() - began
+    };
+    let (sent, others_took) = tokio::join!(send(), other);
+    assert_eq!(sent, 200);
+    assert!(others_took < secs(1), "{others_took:?}");
+    assert!(now() - began >= Duration::from_millis(1_500));
+}
+
+#[tokio::test(start_paused = true)]
+async fn spent_money_leaves_the_credential_out() {
+    let api = Api::new(|_, arrived| {
+        if arrived.bearer().ends_with("-b") {
+            return status(200);
+        }
+        answer(
+            429,
+            &[("content-type", "application/json")],
+            r#"{"error":{"type":"insufficient_quota","code":"insufficient_quota"}}"#,
+        )
+    });
+    let layer = layer(PAIR);
+    let service = layer.layer(api.clone());
+    for _ in 0..20 {
+        assert_eq!(status_of(&service, "/x").await, 200);
+    }
+    let spent = api.arrived().iter().filter(|arrived| arrived.bearer().ends_with("-a")).count();
+    assert_eq!(spent, 1);
+    let only = Api::new(|_, _| {
+        answer(429, &[("content-type", "application/json")], r#"{"error":{"code":"insufficient_quota"}}"#)
+    });
+    let service = limited("10/s burst 10", BEARER).layer(only.clone());
+    assert_eq!([status_of(&service, "/x").await, status_of(&service, "/x").await], [429, 429]);
+    assert_eq!(only.count(), 1, "it isn't sent again");
+}
