@@ -33,6 +33,7 @@ pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
 use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, ScopedLane, Ticket, WaitReason};
+use crate::remaining::EndedTotals;
 use crate::retry::{Delivery, RetryTracker};
 use crate::{Batch, Class, Limits, MAX_COST, Op, Outcomes, Span, Time, Verb};
 
@@ -104,6 +105,7 @@ struct SentRequest {
     scope_generation: u32,
     /// The number of requests under way when it was sent, including itself.
     in_flight: u32,
+    ended_before: EndedTotals,
 }
 
 /// One call to a provider.
@@ -482,11 +484,12 @@ impl Call {
         };
         state.pool.record_use(credential);
         let scope = self.charged_scope;
-        if scope != 0 {
-            state.scopes.record_sent(scope, credential, self.cost, now);
-        } else if let Some(tracker) = state.remaining_trackers.get_mut(credential) {
-            tracker.record_sent(self.cost);
-        }
+        let ended_before = if scope != 0 {
+            state.scopes.record_sent(scope, credential, self.cost, now)
+        } else {
+            let tracker = state.remaining_trackers.get_mut(credential);
+            tracker.map_or(EndedTotals::default(), |tracker| tracker.record_sent(self.cost))
+        };
         state.round_trips.record_grant(now);
         if let Some(pace) = &mut state.pace {
             pace.sent(now);
@@ -510,6 +513,7 @@ impl Call {
             scope,
             scope_generation: if scope == 0 { 0 } else { generation(1) },
             in_flight: state.lanes.total_in_flight().saturating_sub(state.tunnels),
+            ended_before,
         };
         self.stage = CallStage::Sent(sent, permit);
         CallProgress::Send { credential }

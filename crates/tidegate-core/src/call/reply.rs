@@ -249,11 +249,11 @@ impl Call {
                 Scope::Named(key) => key,
                 Scope::Call | Scope::Credential | Scope::Provider => sent.scope,
             };
-            let request = (self.cost, sent.sent_at, was_answered);
+            let request = (self.cost, (sent.sent_at, sent.ended_before), was_answered);
             state.scopes.record_end([sent.scope, told], sent.credential, request, remaining, now);
             state.lanes.clear_scope_refusals(self.scope.queue_key());
         } else if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
-            tracker.record_end(self.cost, sent.sent_at, was_answered, remaining);
+            tracker.record_end(self.cost, (sent.sent_at, sent.ended_before), was_answered, remaining);
             if self.has_reservation {
                 tracker.keep_room();
             }

@@ -5,7 +5,7 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-use crate::remaining::RemainingTracker;
+use crate::remaining::{EndedTotals, RemainingTracker};
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Remaining, Span, Time};
 
@@ -116,10 +116,9 @@ impl Scopes {
         true
     }
 
-    pub(super) fn record_sent(&mut self, key: u64, credential: usize, cost: u64, now: Time) {
-        if let Some(state) = self.state_mut(key, credential, false, now) {
-            state.remaining.record_sent(cost);
-        }
+    pub(super) fn record_sent(&mut self, key: u64, credential: usize, cost: u64, now: Time) -> EndedTotals {
+        let state = self.state_mut(key, credential, false, now);
+        state.map_or(EndedTotals::default(), |state| state.remaining.record_sent(cost))
     }
 
     /// Records the end of a request in one scope, and what its reply reports about a scope, which may be another one.
@@ -127,18 +126,18 @@ impl Scopes {
         &mut self,
         [sent_key, told_key]: [u64; 2],
         credential: usize,
-        (cost, sent_at, answered): (u64, Time, bool),
+        (cost, sent, answered): (u64, (Time, EndedTotals), bool),
         reported: Remaining,
         now: Time,
     ) {
         let own = if told_key == sent_key { reported } else { Remaining::default() };
         if let Some(state) = self.states.get_mut(&(sent_key, credential as u16)) {
-            state.remaining.record_end(cost, sent_at, answered, own);
+            state.remaining.record_end(cost, sent, answered, own);
         }
         if told_key != sent_key
             && let Some(state) = self.state_mut(told_key, credential, true, now)
         {
-            state.remaining.record_report(sent_at, reported);
+            state.remaining.record_report(sent.0, reported);
         }
     }
 
