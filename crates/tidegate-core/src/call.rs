@@ -32,7 +32,7 @@ pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
-use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, ScopedLane, Ticket, WaitReason};
+use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, RefusalScope, ScopedLane, Ticket, WaitReason};
 use crate::remaining::EndedTotals;
 use crate::retry::{Delivery, RetryTracker};
 use crate::{Batch, Class, Limits, MAX_COST, Op, Outcomes, Span, Time, Verb};
@@ -333,13 +333,15 @@ impl Call {
         if self.is_too_late(state, now) {
             return self.fail(CallFailure::DeadlineExceeded, state);
         }
-        if let Some(earliest) = state.pace.as_ref().map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
+        let scope = state.scopes.key_of(self.scope);
+        if let Some(earliest) = state.pace_of(scope).map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
             self.failure_at_deadline = None;
+            let applies_to = if scope == 0 { RefusalScope::Provider } else { RefusalScope::Part };
             // A reply may raise the pace.
-            let refusal = Refusal { until: earliest, reason: WaitReason::Pace, ..Refusal::default() };
+            let refusal =
+                Refusal { until: earliest, reason: WaitReason::Pace, scope: applies_to, ..Refusal::default() };
             return self.wait_or_fail(refusal, state, now);
         }
-        let scope = state.scopes.key_of(self.scope);
         self.charged_scope = scope;
         let next = match self.renewed_credential == NO_CREDENTIAL && self.rejected.is_empty() {
             true if scope == 0 => state.next_credential(self.cost, now, rng),
@@ -491,7 +493,7 @@ impl Call {
             tracker.map_or(EndedTotals::default(), |tracker| tracker.record_sent(self.cost))
         };
         state.round_trips.record_grant(now);
-        if let Some(pace) = &mut state.pace {
+        if let Some(pace) = state.pace_of_mut(scope, now) {
             pace.sent(now);
         }
         state.stats.waits[self.own_lane as usize].record(now.since(self.queued_at));

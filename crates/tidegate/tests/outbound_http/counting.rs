@@ -14,10 +14,15 @@ use http_body_util::Full;
 use serde_json::json;
 
 use crate::common::{get, layer_of};
-use stub::{BY_TRIALS, Bucket, Counted, FixedWindow, Provider, Secs, Seen, SlidingWindow, TOLD, ask, post_json, run};
+use tidegate_testkit::random;
 use tower::Layer as _;
 
-const SEEDS: [u64; 3] = [1, 2, 3];
+use stub::{BY_TRIALS, Bucket, Counted, FixedWindow, Provider, Secs, Seen, SlidingWindow, TOLD, ask, post_json, run};
+
+/// The seeds of the transit times.
+fn seeds() -> impl Iterator<Item = u64> {
+    1..=u64::from(random::case_count(1, 5))
+}
 
 /// The preset counts all resources of a credential together, by the limit of `core`. The replies tell each by itself.
 const GITHUB: &str = "[outbound.provider.api]\npreset = \"github\"\ncredentials = \"env:TOKEN\"\n\
@@ -68,7 +73,7 @@ fn github_request(worker: usize, number: u64) -> Request<Full<Bytes>> {
 
 #[tokio::test(start_paused = true)]
 async fn githubs_resources_are_used_up_beside_each_other() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let provider = github(seed, &[("core", 5_000, 3_600.0), ("search", 30, 60.0)], 900);
         let run = run("GitHub", seed, layer_of(GITHUB), provider, 7_200.0, github_request).await;
         run.check(TOLD, &[("core", 10_000.0), ("search", 3_600.0)]);
@@ -77,7 +82,7 @@ async fn githubs_resources_are_used_up_beside_each_other() {
 
 #[tokio::test(start_paused = true)]
 async fn a_spent_resource_of_github_delays_no_call_of_another() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let provider = github(seed, &[("core", 100_000, 3_600.0), ("search", 30, 60.0)], 100_000);
         let layer = layer_of(&GITHUB.replace("900 per 60s", "100000 per 1h"));
         let run = run("GitHub, much core", seed, layer, provider, 120.0, github_request).await;
@@ -90,7 +95,7 @@ async fn a_spent_resource_of_github_delays_no_call_of_another() {
 
 #[tokio::test(start_paused = true)]
 async fn githubs_secondary_limit_is_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let provider = github(seed, &[("core", 5_000, 3_600.0)], 900);
         let request = |worker: usize, number: u64| get(&format!("/repos/owner/repo{}/issues/{number}", worker / 6));
         let run = run("GitHub, secondary", seed, layer_of(GITHUB), provider, 300.0, request).await;
@@ -192,7 +197,7 @@ fn discord_request(worker: usize, number: u64) -> Request<Full<Bytes>> {
 
 #[tokio::test(start_paused = true)]
 async fn discords_channels_are_used_up_each() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let run = run("Discord", seed, layer_of(DISCORD), discord(seed, 5, 5.0), 250.0, discord_request).await;
         run.check(TOLD, &[("channels", 10.0 * 250.0)]);
     }
@@ -200,7 +205,7 @@ async fn discords_channels_are_used_up_each() {
 
 #[tokio::test(start_paused = true)]
 async fn discords_global_limit_is_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let run = run("Discord, global", seed, layer_of(DISCORD), discord(seed, 50, 5.0), 60.0, discord_request).await;
         run.check(TOLD, &[("channels", 50.0 * 60.0)]);
     }
@@ -261,7 +266,7 @@ fn go_duration(secs: Secs) -> String {
 
 #[tokio::test(start_paused = true)]
 async fn openais_models_are_used_up_each() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let models = BTreeMap::from([
             ("by-requests", [Bucket::new(500.0, 500.0 / 60.0), Bucket::new(1e6, 1e6 / 60.0)]),
             ("by-tokens", [Bucket::new(5_000.0, 5_000.0 / 60.0), Bucket::new(90_000.0, 90_000.0 / 60.0)]),
@@ -343,7 +348,7 @@ fn gemini_request(_: usize, number: u64) -> Request<Full<Bytes>> {
 
 #[tokio::test(start_paused = true)]
 async fn geminis_published_limit_is_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let layer = layer_of(&GEMINI.replace("timeout", "limit = \"300 per 60s\"\ntimeout"));
         let run = run("Gemini", seed, layer, gemini(seed, 300, 60.0), 480.0, gemini_request).await;
         run.check(TOLD, &[("model", 300.0 * 8.0)]);
@@ -352,10 +357,10 @@ async fn geminis_published_limit_is_used_up() {
 
 #[tokio::test(start_paused = true)]
 async fn geminis_limit_is_found_by_trials() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let layer = layer_of(&GEMINI.replace("timeout", "pace = \"adaptive\"\ntimeout"));
-        let run = run("Gemini, by trials", seed, layer, gemini(seed, 300, 60.0), 1_800.0, gemini_request).await;
-        run.check(BY_TRIALS, &[("model", 300.0 * 30.0)]);
+        let run = run("Gemini, by trials", seed, layer, gemini(seed, 300, 60.0), 900.0, gemini_request).await;
+        run.check(BY_TRIALS, &[("model", 300.0 * 15.0)]);
     }
 }
 
@@ -387,7 +392,7 @@ fn musicbrainz(seed: u64) -> Provider {
 
 #[tokio::test(start_paused = true)]
 async fn musicbrainz_gets_a_call_a_second() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let request = |_, number| get(&format!("/artist/{number}"));
         let run = run("MusicBrainz", seed, layer_of(MUSICBRAINZ), musicbrainz(seed), 2_100.0, request).await;
         run.check(TOLD, &[("address", 2_101.0)]);
@@ -472,7 +477,7 @@ fn shopify_request(_: usize, number: u64) -> Request<Full<Bytes>> {
 
 #[tokio::test(start_paused = true)]
 async fn shopifys_published_points_are_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let layer = layer_of(&SHOPIFY.replace("LIMIT", SHOPIFY_LIMIT));
         let run =
             run("Shopify, published", seed, layer, shopify(seed, Bucket::new(2_000.0, 100.0)), 900.0, shopify_request)
@@ -483,7 +488,7 @@ async fn shopifys_published_points_are_used_up() {
 
 #[tokio::test(start_paused = true)]
 async fn shopifys_told_points_are_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let layer = layer_of(&SHOPIFY.replace("LIMIT", SHOPIFY_TOLD));
         let run =
             run("Shopify, told", seed, layer, shopify(seed, Bucket::new(2_000.0, 100.0)), 900.0, shopify_request).await;
@@ -561,30 +566,30 @@ fn tables<const N: usize>(rates: [(&'static str, f64); N]) -> BTreeMap<&'static 
 
 #[tokio::test(start_paused = true)]
 async fn dynamodbs_tables_with_equal_rates_are_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let provider = dynamodb(seed, tables([("orders", 40.0), ("users", 40.0)]));
         let request = |worker: usize, number| put_item(["orders", "users"][worker % 2], number);
-        let run = run("DynamoDB", seed, layer_of(DYNAMODB), provider, 300.0, request).await;
-        run.check(BY_TRIALS, &[("orders", 40.0 * 301.0), ("users", 40.0 * 301.0)]);
+        let run = run("DynamoDB", seed, layer_of(DYNAMODB), provider, 200.0, request).await;
+        run.check(BY_TRIALS, &[("orders", 40.0 * 201.0), ("users", 40.0 * 201.0)]);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn dynamodbs_tables_with_unequal_rates_are_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let provider = dynamodb(seed, tables([("orders", 60.0), ("users", 20.0)]));
         let request = |worker: usize, number| put_item(["orders", "users"][worker % 2], number);
-        let run = run("DynamoDB, unequal", seed, layer_of(DYNAMODB), provider, 300.0, request).await;
-        run.check(BY_TRIALS, &[("orders", 60.0 * 301.0), ("users", 20.0 * 301.0)]);
+        let run = run("DynamoDB, unequal", seed, layer_of(DYNAMODB), provider, 200.0, request).await;
+        run.check(BY_TRIALS, &[("orders", 60.0 * 201.0), ("users", 20.0 * 201.0)]);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_table_of_dynamodb_is_used_up() {
-    for seed in SEEDS {
+    for seed in seeds() {
         let provider = dynamodb(seed, tables([("orders", 40.0)]));
         let request = |_, number| put_item("orders", number);
-        let run = run("DynamoDB, one table", seed, layer_of(DYNAMODB), provider, 300.0, request).await;
-        run.check(BY_TRIALS, &[("orders", 40.0 * 301.0)]);
+        let run = run("DynamoDB, one table", seed, layer_of(DYNAMODB), provider, 200.0, request).await;
+        run.check(BY_TRIALS, &[("orders", 40.0 * 201.0)]);
     }
 }
