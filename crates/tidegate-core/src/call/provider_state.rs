@@ -1,6 +1,7 @@
 //! The state that all calls to one provider share, and the store requests of their steps.
 
 use alloc::vec::Vec;
+use core::time::Duration;
 
 use rand_core::Rng;
 
@@ -200,6 +201,12 @@ impl ProviderState {
             Some(LimitKind::Rate(_)) => rules.jitter + self.round_trips.last_excess.min(rules.jitter.times(9)),
             _ => Span::ZERO,
         }
+    }
+
+    /// The time between two calls at the current pace: of the scopes, the longest. `None` without a pace.
+    pub fn pace_interval(&self) -> Option<Duration> {
+        let shared = self.pace.as_ref()?;
+        Some(self.scopes.longest_interval().unwrap_or_else(|| shared.interval()))
     }
 
     /// The pace of the calls of a scope (0 for none).

@@ -5,6 +5,7 @@
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
+use core::time::Duration;
 
 use crate::remaining::{EndedTotals, RemainingTracker};
 use crate::time::MAX_CLOCK_LAG;
@@ -156,6 +157,11 @@ impl Scopes {
     pub(super) fn pace_mut(&mut self, key: u64, initial: &Pace, now: Time) -> Option<&mut Pace> {
         let state = self.state_mut(key, PACED_CREDENTIAL, false, now)?;
         Some(state.pace.get_or_insert_with(|| Box::new(initial.clone())))
+    }
+
+    /// The longest time between two calls of a scope, if there are scopes with a pace.
+    pub(super) fn longest_interval(&self) -> Option<Duration> {
+        self.states.values().filter_map(|state| state.pace.as_ref()).map(|pace| pace.interval()).max()
     }
 
     /// Forgets everything that replies have said. The calls in flight are no longer known.
