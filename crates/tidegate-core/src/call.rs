@@ -32,7 +32,8 @@ pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
-use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, ScopedLane, Ticket, WaitReason};
+use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, RefusalScope, ScopedLane, Ticket, WaitReason};
+use crate::remaining::EndedTotals;
 use crate::retry::{Delivery, RetryTracker};
 use crate::{Batch, Class, Limits, MAX_COST, Op, Outcomes, Span, Time, Verb};
 
@@ -104,6 +105,7 @@ struct SentRequest {
     scope_generation: u32,
     /// The number of requests under way when it was sent, including itself.
     in_flight: u32,
+    ended_before: EndedTotals,
 }
 
 /// One call to a provider.
@@ -331,13 +333,15 @@ impl Call {
         if self.is_too_late(state, now) {
             return self.fail(CallFailure::DeadlineExceeded, state);
         }
-        if let Some(earliest) = state.pace.as_ref().map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
+        let scope = state.scopes.key_of(self.scope);
+        if let Some(earliest) = state.pace_of(scope).map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
             self.failure_at_deadline = None;
+            let applies_to = if scope == 0 { RefusalScope::Provider } else { RefusalScope::Part };
             // A reply may raise the pace.
-            let refusal = Refusal { until: earliest, reason: WaitReason::Pace, ..Refusal::default() };
+            let refusal =
+                Refusal { until: earliest, reason: WaitReason::Pace, scope: applies_to, ..Refusal::default() };
             return self.wait_or_fail(refusal, state, now);
         }
-        let scope = state.scopes.key_of(self.scope);
         self.charged_scope = scope;
         let next = match self.renewed_credential == NO_CREDENTIAL && self.rejected.is_empty() {
             true if scope == 0 => state.next_credential(self.cost, now, rng),
@@ -482,13 +486,14 @@ impl Call {
         };
         state.pool.record_use(credential);
         let scope = self.charged_scope;
-        if scope != 0 {
-            state.scopes.record_sent(scope, credential, self.cost, now);
-        } else if let Some(tracker) = state.remaining_trackers.get_mut(credential) {
-            tracker.record_sent(self.cost);
-        }
+        let ended_before = if scope != 0 {
+            state.scopes.record_sent(scope, credential, self.cost, now)
+        } else {
+            let tracker = state.remaining_trackers.get_mut(credential);
+            tracker.map_or(EndedTotals::default(), |tracker| tracker.record_sent(self.cost))
+        };
         state.round_trips.record_grant(now);
-        if let Some(pace) = &mut state.pace {
+        if let Some(pace) = state.pace_of_mut(scope, now) {
             pace.sent(now);
         }
         state.stats.waits[self.own_lane as usize].record(now.since(self.queued_at));
@@ -510,6 +515,7 @@ impl Call {
             scope,
             scope_generation: if scope == 0 { 0 } else { generation(1) },
             in_flight: state.lanes.total_in_flight().saturating_sub(state.tunnels),
+            ended_before,
         };
         self.stage = CallStage::Sent(sent, permit);
         CallProgress::Send { credential }

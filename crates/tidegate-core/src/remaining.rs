@@ -28,11 +28,20 @@ pub struct Remaining {
     pub cost: Option<RemainingAmount>,
 }
 
+/// The number of requests that have ended so far, and their cost. A request keeps that of its start: those that end while it
+/// is under way may or may not be included in its reply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct EndedTotals {
+    calls: u64,
+    cost: u64,
+}
+
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RemainingTracker {
     calls: AmountTracker,
     cost: AmountTracker,
     in_flight: u32,
+    ended: EndedTotals,
     /// The send time of the request with the newest known reply.
     newest_sent_at: Time,
     has_reply: bool,
@@ -42,26 +51,37 @@ pub(crate) struct RemainingTracker {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct AmountTracker {
+    /// The last known amount. What is in flight isn't subtracted.
     remaining: Option<RemainingAmount>,
     in_flight_amount: u64,
 }
 
 impl AmountTracker {
-    fn reserve(&mut self, amount: u64) {
+    fn record_sent(&mut self, amount: u64) {
         self.in_flight_amount = self.in_flight_amount.saturating_add(amount);
-        if let Some(remaining) = &mut self.remaining {
+    }
+
+    fn record_end(&mut self, amount: u64, has_report: bool) {
+        self.in_flight_amount = self.in_flight_amount.saturating_sub(amount);
+        if let Some(remaining) = self.remaining.as_mut().filter(|_| !has_report) {
             remaining.amount = remaining.amount.saturating_sub(amount);
         }
     }
 
     /// Learns from a reply. If its request may be older than the newest one, it may only lower the amount.
-    fn update(&mut self, reported: Option<RemainingAmount>, is_older: bool) {
-        let Some(mut reported) = reported else { return };
-        reported.amount = reported.amount.saturating_sub(self.in_flight_amount);
-        self.remaining = match self.remaining {
-            Some(known) if is_older => Some(RemainingAmount { amount: known.amount.min(reported.amount), ..known }),
-            _ => Some(reported),
-        };
+    ///
+    /// Requests overtake each other on their way, and so do replies. So the lowest report is the latest, unless something
+    /// came back in the meantime. `overlapping` is the amount of the requests that have ended since this one was sent: the
+    /// provider may have counted them after it. Only what is reported beyond them has certainly come back.
+    fn learn(&mut self, reported: RemainingAmount, overlapping: u64, is_older: bool) {
+        self.remaining = Some(match self.remaining {
+            Some(known) if is_older => RemainingAmount { amount: known.amount.min(reported.amount), ..known },
+            Some(known) => {
+                let least = reported.amount.saturating_sub(overlapping);
+                RemainingAmount { amount: known.amount.min(reported.amount).max(least), ..reported }
+            }
+            None => reported,
+        });
     }
 
     fn refresh(&mut self, now: Time) {
@@ -70,7 +90,7 @@ impl AmountTracker {
         {
             // Until a reply reports the next reset, none is assumed.
             self.remaining = remaining.limit.map(|limit| RemainingAmount {
-                amount: limit.saturating_sub(self.in_flight_amount),
+                amount: limit,
                 limit: Some(limit),
                 resets_at: Time::NEVER,
             });
@@ -79,9 +99,11 @@ impl AmountTracker {
 
     fn exhausted_until(&self, amount: u64) -> Option<Time> {
         // A call that costs more than the whole limit may go when the whole limit is available.
-        self.remaining
-            .filter(|remaining| remaining.amount < amount.min(remaining.limit.unwrap_or(u64::MAX)))
-            .map(|remaining| remaining.resets_at)
+        let is_exhausted = |remaining: &RemainingAmount| {
+            let left = remaining.amount.saturating_sub(self.in_flight_amount);
+            left < amount.min(remaining.limit.unwrap_or(u64::MAX))
+        };
+        self.remaining.filter(is_exhausted).map(|remaining| remaining.resets_at)
     }
 }
 
@@ -102,11 +124,13 @@ impl RemainingTracker {
         }
     }
 
-    pub(crate) fn record_sent(&mut self, cost: u64) {
+    /// Records that a request is sent. Returns what its end needs.
+    pub(crate) fn record_sent(&mut self, cost: u64) -> EndedTotals {
         self.in_flight = self.in_flight.saturating_add(1);
         self.has_room = false;
-        self.calls.reserve(1);
-        self.cost.reserve(cost);
+        self.calls.record_sent(1);
+        self.cost.record_sent(cost);
+        self.ended
     }
 
     /// Forgets the number of calls that are left, and ignores it until the next call: the provider keeps room for that.
@@ -121,21 +145,44 @@ impl RemainingTracker {
 
     /// Records the report of a reply to a request that isn't counted here.
     pub(crate) fn record_report(&mut self, sent_at: Time, reported: Remaining) {
-        let is_older = self.has_reply && sent_at <= self.newest_sent_at;
-        self.calls.update(reported.calls, is_older);
-        self.cost.update(reported.cost, is_older);
-        if !is_older {
-            (self.has_reply, self.newest_sent_at) = (true, sent_at);
-        }
+        let unknown = EndedTotals { calls: u64::MAX, cost: u64::MAX };
+        self.learn(sent_at, reported, unknown);
     }
 
-    /// Records the end of a request that was sent at `sent_at`, with the report of its reply.
-    pub(crate) fn record_end(&mut self, cost: u64, sent_at: Time, answered: bool, reported: Remaining) {
+    /// Records the end of a request that was sent at `sent_at`, with the report of its reply. `ended_before` is what
+    /// [`record_sent`](Self::record_sent) has returned for it.
+    pub(crate) fn record_end(
+        &mut self,
+        cost: u64,
+        (sent_at, ended_before): (Time, EndedTotals),
+        answered: bool,
+        reported: Remaining,
+    ) {
         self.in_flight = self.in_flight.saturating_sub(1);
-        self.calls.in_flight_amount = self.calls.in_flight_amount.saturating_sub(1);
-        self.cost.in_flight_amount = self.cost.in_flight_amount.saturating_sub(cost);
+        self.calls.record_end(1, answered && reported.calls.is_some());
+        self.cost.record_end(cost, answered && reported.cost.is_some());
         if answered {
-            self.record_report(sent_at, reported);
+            // After an operator's reset, the totals begin again.
+            let overlapping = EndedTotals {
+                calls: self.ended.calls.saturating_sub(ended_before.calls),
+                cost: self.ended.cost.saturating_sub(ended_before.cost),
+            };
+            self.learn(sent_at, reported, overlapping);
+        }
+        self.ended.calls = self.ended.calls.saturating_add(1);
+        self.ended.cost = self.ended.cost.saturating_add(cost);
+    }
+
+    fn learn(&mut self, sent_at: Time, reported: Remaining, overlapping: EndedTotals) {
+        let is_older = self.has_reply && sent_at <= self.newest_sent_at;
+        if let Some(reported) = reported.calls {
+            self.calls.learn(reported, overlapping.calls, is_older);
+        }
+        if let Some(reported) = reported.cost {
+            self.cost.learn(reported, overlapping.cost, is_older);
+        }
+        if !is_older {
+            (self.has_reply, self.newest_sent_at) = (true, sent_at);
         }
     }
 }
@@ -158,15 +205,15 @@ mod tests {
         assert_eq!(known.free_at(1, at(0)), at(0));
         known.record_sent(1);
         assert_eq!(known.free_at(1, at(0)), at(0) + RECHECK_INTERVAL);
-        known.record_end(1, at(0), true, remaining(2, 60));
+        known.record_end(1, (at(0), EndedTotals::default()), true, remaining(2, 60));
         for _ in 0..2 {
             assert_eq!(known.free_at(1, at(1)), at(1));
             known.record_sent(1);
         }
         assert_eq!(known.free_at(1, at(1)), at(1) + RECHECK_INTERVAL, "both may yet tell more");
-        known.record_end(1, at(1), true, remaining(1, 60));
+        known.record_end(1, (at(1), EndedTotals::default()), true, remaining(1, 60));
         assert_eq!(known.free_at(1, at(1)), at(1) + RECHECK_INTERVAL, "the one that is left is under way");
-        known.record_end(1, at(1), true, remaining(5, 60));
+        known.record_end(1, (at(1), EndedTotals::default()), true, remaining(0, 60));
         assert_eq!(known.free_at(1, at(1)), at(60), "nothing is under way");
         for _ in 0..10 {
             assert_eq!(known.free_at(1, at(60)), at(60));
@@ -178,18 +225,39 @@ mod tests {
     #[test]
     fn an_older_reply_can_only_lower_allowances() {
         let mut known = RemainingTracker::default();
-        for sent in 0..3 {
-            known.record_sent(sent);
-        }
-        known.record_end(1, at(2), true, remaining(5, 60));
-        known.record_end(1, at(1), true, remaining(9, 50));
-        assert_eq!(
-            known.calls.remaining,
-            Some(RemainingAmount { amount: 3, limit: Some(10), resets_at: at(60) }),
-            "two were under way"
-        );
-        known.record_end(1, at(0), true, remaining(1, 60));
-        assert_eq!(known.calls.remaining.map(|remaining| remaining.amount), Some(1));
+        let sent = [0, 1, 2].map(|secs| (at(secs), known.record_sent(1)));
+        let left = |known: &RemainingTracker| known.calls.remaining.map(|left| (left.amount, left.resets_at));
+        known.record_end(1, sent[2], true, remaining(5, 60));
+        assert_eq!(left(&known), Some((5, at(60))));
+        known.record_end(1, sent[1], true, remaining(9, 50));
+        assert_eq!(left(&known), Some((5, at(60))));
+        known.record_end(1, sent[0], true, remaining(1, 60));
+        assert_eq!(left(&known), Some((1, at(60))));
+    }
+
+    /// The second request is counted first, and its reply comes last. So the last reply doesn't include the first request.
+    #[test]
+    fn a_newer_request_that_was_counted_earlier_raises_no_allowance() {
+        let mut known = RemainingTracker::default();
+        let probe = (at(0), known.record_sent(1));
+        known.record_end(1, probe, true, remaining(2, 60));
+        let [first, second] = [1, 2].map(|secs| (at(secs), known.record_sent(1)));
+        known.record_end(1, first, true, remaining(0, 60));
+        known.record_end(1, second, true, remaining(1, 60));
+        assert_eq!(known.free_at(1, at(3)), at(60));
+        let third = (at(3), known.record_sent(1));
+        known.record_end(1, third, true, remaining(1, 60));
+        assert_eq!(known.free_at(1, at(4)), at(4), "it was sent after all others: something has come back");
+    }
+
+    #[test]
+    fn a_request_without_a_report_is_subtracted() {
+        let mut known = RemainingTracker::default();
+        let probe = (at(0), known.record_sent(1));
+        known.record_end(1, probe, true, remaining(1, 60));
+        let lost = (at(1), known.record_sent(1));
+        known.record_end(1, lost, false, Remaining::default());
+        assert_eq!(known.free_at(1, at(2)), at(60));
     }
 
     #[test]
@@ -200,11 +268,11 @@ mod tests {
         };
         let mut known = RemainingTracker::default();
         known.record_sent(10);
-        known.record_end(10, at(0), true, cost(90));
+        known.record_end(10, (at(0), EndedTotals::default()), true, cost(90));
         known.record_sent(60);
         assert_eq!(known.free_at(31, at(0)), at(0) + RECHECK_INTERVAL);
         assert_eq!(known.free_at(30, at(0)), at(0));
-        known.record_end(60, at(1), true, cost(85));
+        known.record_end(60, (at(1), EndedTotals::default()), true, cost(85));
         assert_eq!(known.free_at(85, at(0)), at(0));
         assert_eq!(known.free_at(86, at(0)), at(60));
         assert_eq!(known.free_at(1_000, at(60)), at(60), "more than there ever is");
@@ -214,7 +282,7 @@ mod tests {
     fn replies_without_allowances_delay_no_call() {
         let mut known = RemainingTracker::default();
         known.record_sent(1);
-        known.record_end(1, at(0), true, Remaining::default());
+        known.record_end(1, (at(0), EndedTotals::default()), true, Remaining::default());
         for _ in 0..100 {
             assert_eq!(known.free_at(1, at(0)), at(0));
             known.record_sent(1);
@@ -225,7 +293,7 @@ mod tests {
     fn a_failed_first_call_is_repeated_alone() {
         let mut known = RemainingTracker::default();
         known.record_sent(1);
-        known.record_end(1, at(0), false, Remaining::default());
+        known.record_end(1, (at(0), EndedTotals::default()), false, Remaining::default());
         assert_eq!(known.free_at(1, at(0)), at(0));
         known.record_sent(1);
         assert_eq!(known.free_at(1, at(0)), at(0) + RECHECK_INTERVAL, "the next goes alone");

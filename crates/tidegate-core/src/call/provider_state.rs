@@ -1,6 +1,7 @@
 //! The state that all calls to one provider share, and the store requests of their steps.
 
 use alloc::vec::Vec;
+use core::time::Duration;
 
 use rand_core::Rng;
 
@@ -30,7 +31,8 @@ pub struct ProviderState {
     pub adaptive_limit: Option<AdaptiveLimit>,
     /// The pace between calls, in addition to the limits. `None`, the default, if only the limits apply.
     ///
-    /// With a pace and a single credential, a throttled reply without a retry time doesn't start the cool-down.
+    /// With a pace and a single credential, a throttled reply without a retry time doesn't start the cool-down. Each scope
+    /// begins with a copy, because it has limits of its own.
     pub pace: Option<Pace>,
     pub(super) remaining_trackers: Vec<RemainingTracker>,
     pub(super) scopes: Scopes,
@@ -199,6 +201,26 @@ impl ProviderState {
             Some(LimitKind::Rate(_)) => rules.jitter + self.round_trips.last_excess.min(rules.jitter.times(9)),
             _ => Span::ZERO,
         }
+    }
+
+    /// The time between two calls at the current pace: of the scopes, the longest. `None` without a pace.
+    pub fn pace_interval(&self) -> Option<Duration> {
+        let shared = self.pace.as_ref()?;
+        Some(self.scopes.longest_interval().unwrap_or_else(|| shared.interval()))
+    }
+
+    /// The pace of the calls of a scope (0 for none).
+    pub(super) fn pace_of(&self, scope: u64) -> Option<&Pace> {
+        let own = if scope == 0 { None } else { self.scopes.pace(scope) };
+        own.or(self.pace.as_ref())
+    }
+
+    /// The pace of the calls of a scope (0 for none), to be changed. Scopes without room share that of the provider.
+    pub(super) fn pace_of_mut(&mut self, scope: u64, now: Time) -> Option<&mut Pace> {
+        let Self { scopes, pace, .. } = self;
+        let shared = pace.as_mut()?;
+        let own = if scope == 0 { None } else { scopes.pace_mut(scope, shared, now) };
+        Some(own.unwrap_or(shared))
     }
 
     /// The next credential to try. Skips those that are known to be cooling, to be busy or to have too little left.

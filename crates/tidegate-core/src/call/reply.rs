@@ -169,9 +169,12 @@ impl Call {
         }
         self.learn_remaining(state, &sent, reply, Remaining { calls: calls_left, ..verdict.remaining }, now);
         let is_alone = rules.credential_keys.len() == 1;
-        if let Some(pace) = &mut state.pace {
+        if let Some(pace) = state.pace_of_mut(sent.scope, now) {
             pace.ended(sent.sent_at, class, calls_left.filter(|_| is_alone), now, rng);
-            state.lanes.clear_refusals();
+            match sent.scope {
+                0 => state.lanes.clear_refusals(),
+                _ => state.lanes.clear_scope_refusals(self.scope.queue_key()),
+            }
         }
         if let Some(adaptive) = &mut state.adaptive_limit {
             adaptive.sample(elapsed, sent.in_flight, class, now);
@@ -249,11 +252,11 @@ impl Call {
                 Scope::Named(key) => key,
                 Scope::Call | Scope::Credential | Scope::Provider => sent.scope,
             };
-            let request = (self.cost, sent.sent_at, was_answered);
+            let request = (self.cost, (sent.sent_at, sent.ended_before), was_answered);
             state.scopes.record_end([sent.scope, told], sent.credential, request, remaining, now);
             state.lanes.clear_scope_refusals(self.scope.queue_key());
         } else if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
-            tracker.record_end(self.cost, sent.sent_at, was_answered, remaining);
+            tracker.record_end(self.cost, (sent.sent_at, sent.ended_before), was_answered, remaining);
             if self.has_reservation {
                 tracker.keep_room();
             }
@@ -289,7 +292,7 @@ impl Call {
                 if let Some(quota) = verdict.spent_quota {
                     state.pool.set_spent_quota(sent.credential, quota, now + wait);
                 } else if !wait.is_zero()
-                    && let Some(pace) = state.pace.as_mut().filter(|_| is_alone)
+                    && let Some(pace) = state.pace_of_mut(sent.scope, now).filter(|_| is_alone)
                 {
                     pace.record_wait(wait, now);
                 }

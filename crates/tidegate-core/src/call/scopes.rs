@@ -2,12 +2,14 @@
 //!
 //! A request may name its scope by itself. Otherwise replies name it, for each route. Until then the route is the scope.
 
+use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
+use core::time::Duration;
 
-use crate::remaining::RemainingTracker;
+use crate::remaining::{EndedTotals, RemainingTracker};
 use crate::time::MAX_CLOCK_LAG;
-use crate::{Remaining, Span, Time};
+use crate::{Pace, Remaining, Span, Time};
 
 /// The maximum number of scopes of a provider, each with each credential, and of routes with a known scope.
 ///
@@ -20,6 +22,9 @@ const FORGOTTEN_AT_ONCE: usize = MAX_SCOPES / 8;
 
 /// The time after a search that found nothing to forget in which there is no other.
 const SEARCH_INTERVAL: Span = Span::from_secs(1);
+
+/// The credential with which the pace of a scope is kept.
+const PACED_CREDENTIAL: usize = 0;
 
 /// The route of a call, and the scope that its request names. The default is none of both.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,10 +49,12 @@ impl CallScope {
 }
 
 /// A scope with one credential.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct ScopeState {
     closed_until: Time,
     remaining: RemainingTracker,
+    /// The pace of the scope's calls with all credentials, kept with [`PACED_CREDENTIAL`].
+    pace: Option<Box<Pace>>,
     used_at: Time,
     /// True if a reply has named it. Others have names that callers choose.
     is_taught: bool,
@@ -119,10 +126,9 @@ impl Scopes {
         true
     }
 
-    pub(super) fn record_sent(&mut self, key: u64, credential: usize, cost: u64, now: Time) {
-        if let Some(state) = self.state_mut(key, credential, false, now) {
-            state.remaining.record_sent(cost);
-        }
+    pub(super) fn record_sent(&mut self, key: u64, credential: usize, cost: u64, now: Time) -> EndedTotals {
+        let state = self.state_mut(key, credential, false, now);
+        state.map_or(EndedTotals::default(), |state| state.remaining.record_sent(cost))
     }
 
     /// Records the end of a request in one scope, and what its reply reports about a scope, which may be another one.
@@ -130,19 +136,35 @@ impl Scopes {
         &mut self,
         [sent_key, told_key]: [u64; 2],
         credential: usize,
-        (cost, sent_at, answered): (u64, Time, bool),
+        (cost, sent, answered): (u64, (Time, EndedTotals), bool),
         reported: Remaining,
         now: Time,
     ) {
         let own = if told_key == sent_key { reported } else { Remaining::default() };
         if let Some(state) = self.states.get_mut(&(sent_key, credential as u16)) {
-            state.remaining.record_end(cost, sent_at, answered, own);
+            state.remaining.record_end(cost, sent, answered, own);
         }
         if told_key != sent_key
             && let Some(state) = self.state_mut(told_key, credential, true, now)
         {
-            state.remaining.record_report(sent_at, reported);
+            state.remaining.record_report(sent.0, reported);
         }
+    }
+
+    /// The pace of a scope. `None` until its first call is sent.
+    pub(super) fn pace(&self, key: u64) -> Option<&Pace> {
+        self.states.get(&(key, PACED_CREDENTIAL as u16))?.pace.as_deref()
+    }
+
+    /// The pace of a scope, to be changed: a copy of `initial` if it has none. `None` if there is no room for the scope.
+    pub(super) fn pace_mut(&mut self, key: u64, initial: &Pace, now: Time) -> Option<&mut Pace> {
+        let state = self.state_mut(key, PACED_CREDENTIAL, false, now)?;
+        Some(state.pace.get_or_insert_with(|| Box::new(initial.clone())))
+    }
+
+    /// The longest time between two calls of a scope, if there are scopes with a pace.
+    pub(super) fn longest_interval(&self) -> Option<Duration> {
+        self.states.values().filter_map(|state| state.pace.as_ref()).map(|pace| pace.interval()).max()
     }
 
     /// Forgets everything that replies have said. The calls in flight are no longer known.
@@ -194,6 +216,7 @@ impl Scopes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{AdaptiveRate, AdaptiveRateSpec};
 
     fn at(secs: u64) -> Time {
         Time::from_secs(1_700_000_000 + secs)
@@ -229,6 +252,18 @@ mod tests {
         assert!((1..=5_000).all(|key| closed(key) == at(100)));
         assert_eq!(scopes.free_at(1, 0, 1, true, at(5)), at(100));
         assert_eq!(scopes.free_at(1, 1, 1, true, at(5)), at(5), "with another credential");
+    }
+
+    #[test]
+    fn each_scope_has_its_own_pace() {
+        let initial = Pace::from(AdaptiveRate::new(AdaptiveRateSpec::default()).unwrap());
+        let mut scopes = Scopes::default();
+        scopes.pace_mut(1, &initial, at(0)).unwrap().sent(at(0));
+        scopes.pace_mut(2, &initial, at(0)).unwrap();
+        let next_at = |key| scopes.pace(key).map(|pace| pace.next_at(at(0)));
+        assert_eq!(next_at(1), Some(at(0) + Span::from_millis(100)));
+        assert!(next_at(2).is_some_and(|next_at| next_at <= at(0)));
+        assert_eq!(next_at(3), None);
     }
 
     #[test]

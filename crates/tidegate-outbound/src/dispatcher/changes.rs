@@ -100,7 +100,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             throttled_credentials,
             retry_budget: (self.rules.budget != BudgetSpec::UNLIMITED).then(|| state.budget.remaining()),
             adaptive_limit: state.adaptive_limit.as_ref().map(AdaptiveLimit::limit),
-            pace_interval: state.pace.as_ref().map(|pace| pace.interval().as_secs_f64()),
+            pace_interval: state.pace_interval().map(|interval| interval.as_secs_f64()),
             stats: state.stats.clone(),
         }
     }

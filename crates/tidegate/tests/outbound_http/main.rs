@@ -3,6 +3,7 @@
 
 mod allowances;
 mod common;
+mod counting;
 mod grpc;
 mod hedge;
 mod pauses;
