@@ -139,16 +139,21 @@ fn describe(
         None if verdict.class.is_refusal() => "none: the cool-down's own length".to_owned(),
         None => "none".to_owned(),
     };
+    let closes = verdict.announced_wait().is_some() || verdict.class.is_refusal();
+    let is_outage = !verdict.class.is_refusal();
     let scope = match (verdict.scope, &found.scope_name) {
         (Scope::Credential, _) => "the whole credential".to_owned(),
         (Scope::Provider, _) => "all credentials".to_owned(),
         (Scope::Call | Scope::Named(_), Some(name)) => name.clone(),
-        (Scope::Call | Scope::Named(_), None) => "none: the credential, or all for an outage".to_owned(),
+        _ if !closes => "none".to_owned(),
+        (Scope::Call | Scope::Named(_), None) if is_outage => "all credentials".to_owned(),
+        (Scope::Call | Scope::Named(_), None) => "the whole credential".to_owned(),
     };
-    let may_repeat = verdict.class.is_retryable()
-        && (verdict.was_refused || is_repeatable(method.as_str(), false, true))
-        && !verdict.asks_not_to_retry;
+    let is_idempotent = is_repeatable(method.as_str(), false, true);
+    let may_repeat =
+        verdict.class.is_retryable() && (verdict.was_refused || is_idempotent) && !verdict.asks_not_to_retry;
     let repeat = match (may_repeat, verdict.asks_not_to_retry, verdict.class) {
+        (true, ..) if is_idempotent => "yes".to_owned(),
         (true, ..) => format!("yes, also with {method}"),
         (false, true, Class::Quota) => "no, except with another credential".to_owned(),
         (false, false, class) if class.is_retryable() => format!("no: {method} may have been carried out"),

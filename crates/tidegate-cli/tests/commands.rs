@@ -286,6 +286,49 @@ fn env_prints_an_env_file() {
 }
 
 #[test]
+fn classify_names_the_rule_that_decides() {
+    let scratch = ScratchDir::new();
+    let policy = scratch.write(
+        "shop.toml",
+        "[outbound.provider.shop]\nbase_url = \"https://shop.test\"\nlimit = \"9 per 1s\"\n\
+         [[outbound.provider.shop.rule]]\nwhen = { status = 403, json = { \"/code\" = \"slow\" } }\nis = \"throttled\"\n\
+         wait = \"90s\"\nscope = [\"orders\"]\n",
+    );
+    let body = scratch.write("reply.json", "{\"code\":\"slow\"}");
+    let (policy, body) = (policy.to_str().unwrap(), body.to_str().unwrap());
+    let asked = ["classify", policy, "--provider", "shop", "--status", "403", "--method", "POST"];
+    let (status, out, err) = run(&[&asked[..], &["--body", body]].concat());
+    assert_eq!((status, err.as_str()), (0, ""));
+    let lines: Vec<&str> = out.lines().collect();
+    let rule =
+        "rule    rule 1 of the policy: 403 with /code \"slow\" is throttled; it waits 90 s; for the scope orders";
+    assert_eq!(lines[..2], ["class   throttled", rule], "{out}");
+    assert!(lines[2].starts_with("wait    90 s, until "), "{out}");
+    assert_eq!(lines[3..], ["scope   orders", "repeat  yes, also with POST"], "{out}");
+
+    let plain = |arguments: &[&str]| run(&[&["classify", "--status"], arguments].concat()).1;
+    let rule = "rule    none: the status and the usual headers\n";
+    let nothing = "wait    none\nscope   none\nrepeat  no\n";
+    assert_eq!(plain(&["404"]), format!("class   permanent\n{rule}{nothing}"));
+    assert!(plain(&["503", "--method", "POST"]).ends_with("repeat  no: POST may have been carried out\n"));
+    assert!(
+        plain(&["404", "--body", body])
+            .ends_with("body    not read: no rule asks for it, by this status and these headers\n")
+    );
+
+    for (arguments, part) in [
+        (&["--status", "4299"][..], "from 100 to 599"),
+        (&["--status", "429", "--header", "x"], "NAME: VALUE"),
+        (&["--status", "429", "--path", "x"], "a path"),
+        (&["--status", "429", policy, "--provider", "shpo"], "did you mean \"shop\"?"),
+        (&["--status", "429", "--body", "/nowhere/reply"], "/nowhere/reply"),
+    ] {
+        let (status, out, err) = run(&[&["classify"], arguments].concat());
+        assert!(status != 0 && out.is_empty() && err.contains(part), "{arguments:?}: {status} {err}");
+    }
+}
+
+#[test]
 fn wrong_arguments_exit_with_status_two() {
     for arguments in [&["surf"][..], &["status"], &["serve", "--port", "1"]] {
         assert_eq!(run(arguments).0, 2, "{arguments:?}");

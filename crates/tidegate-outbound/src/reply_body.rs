@@ -12,7 +12,6 @@ use tidegate_core::Clock;
 use tidegate_policy::Secret;
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
-use tokio::time::Instant;
 
 use super::InFlightGuard;
 use super::cost::CostReader;
@@ -47,28 +46,26 @@ impl<B: Body<Data = Bytes>> PeekedBody<B> {
     pub(super) async fn read(body: B, limit: usize, max_time: Option<Duration>) -> Result<Self, B::Error> {
         let mut peeked = Self::unread(body);
         let mut buffer = BytesMut::new();
-        let ends_at = max_time.map(|time| Instant::now() + time);
-        while buffer.len() <= limit {
-            let Some(remaining) = &mut peeked.remaining else { break };
-            let next = std::future::poll_fn(|context| remaining.as_mut().poll_frame(context));
-            let next = match ends_at {
-                None => next.await,
-                Some(ends_at) => match tokio::time::timeout_at(ends_at, next).await {
-                    Ok(next) => next,
-                    Err(_) => break,
-                },
-            };
-            match next {
-                None => peeked.remaining = None,
-                Some(Err(error)) => return Err(error),
-                Some(Ok(frame)) => match frame.into_data() {
-                    Ok(data) => buffer.extend_from_slice(&data),
-                    Err(trailers) => {
-                        peeked.trailers = Some(trailers);
-                        peeked.remaining = None;
-                    }
-                },
+        let reading = async {
+            while buffer.len() <= limit {
+                let Some(remaining) = &mut peeked.remaining else { break };
+                match std::future::poll_fn(|context| remaining.as_mut().poll_frame(context)).await {
+                    None => peeked.remaining = None,
+                    Some(frame) => match frame?.into_data() {
+                        Ok(data) => buffer.extend_from_slice(&data),
+                        Err(trailers) => {
+                            peeked.trailers = Some(trailers);
+                            peeked.remaining = None;
+                        }
+                    },
+                }
             }
+            Ok::<(), B::Error>(())
+        };
+        match max_time {
+            None => reading.await?,
+            // What has come until then is kept.
+            Some(max_time) => tokio::time::timeout(max_time, reading).await.unwrap_or(Ok(()))?,
         }
         peeked.read_ahead = buffer.freeze();
         Ok(peeked)

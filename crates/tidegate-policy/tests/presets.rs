@@ -97,7 +97,6 @@ fn official_windows_are_enforced() {
         ("musicbrainz", 1, 1, 10),
         ("theaudiodb", 30, 60, 200),
         ("github", 900, 60, 200),
-        ("github", 5000, 3600, 8000),
     ] {
         let sent = Counter::new(preset, "").saturate(&Lane::ALL, 1, Span::from_secs(length));
         assert_eq!(most(&sent, Span::from_secs(window)), official, "{preset}");

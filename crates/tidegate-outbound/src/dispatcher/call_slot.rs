@@ -6,6 +6,7 @@ use tidegate_core::call::Call;
 use super::DispatchResult;
 
 /// The place of a running call.
+#[expect(clippy::large_enum_variant, reason = "a box would cost each call an allocation")]
 pub(crate) enum CallSlot {
     /// Its own task holds it.
     Owned(Call),

@@ -128,7 +128,7 @@ const MEASURES: [(&str, Measure); 2] = [("calls", Measure::Calls), ("cost", Meas
 pub(crate) fn built_in_rules() -> Vec<Rule> {
     const CHECKED: &str = "invariant: the built-in rules are tested to be valid";
     let mut texts = SourceTexts::default();
-    let root = parse_file(&mut texts, "the built-in rules", BUILT_IN.as_bytes()).ok().expect(CHECKED);
+    let Ok(root) = parse_file(&mut texts, "the built-in rules", BUILT_IN.as_bytes()) else { unreachable!("{CHECKED}") };
     let at = texts.last_range();
     let mut reader = DocumentReader::with_texts(&texts, at);
     let node = root.node("rule").expect(CHECKED);

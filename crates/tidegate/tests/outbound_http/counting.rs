@@ -24,9 +24,8 @@ fn seeds() -> impl Iterator<Item = u64> {
     1..=u64::from(random::case_count(1, 5))
 }
 
-/// The preset counts all resources of a credential together, by the limit of `core`. The replies tell each by itself.
 const GITHUB: &str = "[outbound.provider.api]\npreset = \"github\"\ncredentials = \"env:TOKEN\"\n\
-    credential_limit = \"900 per 60s\"\ntimeout = \"3h\"\n";
+    timeout = \"3h\"\n";
 
 /// GitHub's resources, each with a window that ends at a full second, and its secondary limit of points a minute.
 fn github(seed: u64, limits: &[(&'static str, u64, Secs)], points: usize) -> Provider {
