@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
+use tidegate_core::call::CallScope;
 use tidegate_core::retry::is_repeatable;
 use tidegate_core::time::UtcText;
 use tidegate_core::{Class, Clock as _, Key, RemainingAmount, Scope, Span, Time};
@@ -104,7 +105,8 @@ pub(crate) fn run(arguments: ClassifyArgs) -> CommandResult {
     let read_body = body.as_deref().filter(is_read);
     let now = tidegate::clock::SystemClock::new().now();
     let found = rules.classify(&request, arguments.status, &headers, read_body, SCOPE_KEY, now);
-    let mut text = describe(&found, rules, &arguments.method, provider, now);
+    let own_scope = rules.call_scope(&request, SCOPE_KEY);
+    let mut text = describe(&found, rules, &arguments.method, provider, own_scope, now);
     if body.is_some() && read_body.is_none() {
         text.push_str(match limit {
             None => "body    not read: no rule asks for it, by this status and these headers\n",
@@ -119,6 +121,7 @@ fn describe(
     rules: &VerdictRules,
     method: &Method,
     provider: Option<&ProviderConfig>,
+    own_scope: CallScope,
     now: Time,
 ) -> String {
     let verdict = &found.verdict;
@@ -139,15 +142,22 @@ fn describe(
         None if verdict.class.is_refusal() => "none: the cool-down's own length".to_owned(),
         None => "none".to_owned(),
     };
-    let closes = verdict.announced_wait().is_some() || verdict.class.is_refusal();
+    let is_final = matches!(verdict.class, Class::Permanent | Class::Auth);
+    let closes = verdict.class.is_refusal() || verdict.announced_wait().is_some() && !is_final;
     let is_outage = !verdict.class.is_refusal();
     let scope = match (verdict.scope, &found.scope_name) {
         (Scope::Credential, _) => "the whole credential".to_owned(),
         (Scope::Provider, _) => "all credentials".to_owned(),
-        (Scope::Call | Scope::Named(_), Some(name)) => name.clone(),
+        (Scope::Call, Some(name)) => name.clone(),
         _ if !closes => "none".to_owned(),
-        (Scope::Call | Scope::Named(_), None) if is_outage => "all credentials".to_owned(),
-        (Scope::Call | Scope::Named(_), None) => "the whole credential".to_owned(),
+        (Scope::Named(_), Some(name)) if own_scope.key != 0 => format!("the request's own, which isn't {name}"),
+        (Scope::Named(_), Some(name)) if own_scope.is_learnt => name.clone(),
+        (Scope::Named(_), Some(name)) => {
+            let closed = if is_outage { "all credentials" } else { "the whole credential" };
+            format!("{closed}: no [[scope]] finds the calls of {name}")
+        }
+        (Scope::Call | Scope::Named(_), _) if is_outage => "all credentials".to_owned(),
+        (Scope::Call | Scope::Named(_), _) => "the whole credential".to_owned(),
     };
     let is_idempotent = is_repeatable(method.as_str(), false, true);
     let may_repeat =

@@ -333,7 +333,7 @@ impl Call {
         if self.is_too_late(state, now) {
             return self.fail(CallFailure::DeadlineExceeded, state);
         }
-        let scope = state.scopes.key_of(self.scope);
+        let scope = self.scope_key(rules, state);
         if let Some(earliest) = state.pace_of(scope).map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
             self.failure_at_deadline = None;
             let applies_to = if scope == 0 { RefusalScope::Provider } else { RefusalScope::Part };
@@ -366,6 +366,11 @@ impl Call {
                 self.wait_or_fail(refusal, state, now)
             }
         }
+    }
+
+    /// The key of its scope; 0 if it has none.
+    fn scope_key(&self, rules: &CallRules, state: &ProviderState) -> u64 {
+        if rules.has_room_for_scope(self.lane) { state.scopes.key_of(self.scope) } else { 0 }
     }
 
     /// The credential to try after one was rejected: the one that has just logged in again, or one that wasn't rejected.

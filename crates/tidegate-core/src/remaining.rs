@@ -138,13 +138,17 @@ impl RemainingTracker {
         (self.calls.remaining, self.has_room) = (None, true);
     }
 
-    /// True if no call that it counts is in flight.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.in_flight == 0
+    /// True if no call that it counts is in flight and nothing is known to be spent.
+    pub(crate) fn is_idle(&self, now: Time) -> bool {
+        let is_spent = |amount: &AmountTracker| amount.exhausted_until(1).is_some_and(|until| until > now);
+        self.in_flight == 0 && !is_spent(&self.calls) && !is_spent(&self.cost)
     }
 
     /// Records the report of a reply to a request that isn't counted here.
-    pub(crate) fn record_report(&mut self, sent_at: Time, reported: Remaining) {
+    pub(crate) fn record_report(&mut self, sent_at: Time, reported: Remaining, now: Time) {
+        // What is over says nothing about a new window.
+        self.calls.refresh(now);
+        self.cost.refresh(now);
         let unknown = EndedTotals { calls: u64::MAX, cost: u64::MAX };
         self.learn(sent_at, reported, unknown);
     }

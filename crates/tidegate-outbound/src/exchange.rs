@@ -300,7 +300,15 @@ where
             Ok(classified) => classified,
             Err(error) => {
                 let error = redact_error(error, sent_secret.as_deref());
-                return self.fault_outcome(error, TransportFault::InvalidReply);
+                // The head of a refusal still says that it is one.
+                let config = provider.0.config();
+                let key = provider.0.rules.key;
+                let by_head = config.verdicts.classify(&self.facts(), head.status, &head.headers, None, key, now);
+                if !by_head.verdict.class.is_refusal() {
+                    return self.fault_outcome(error, TransportFault::InvalidReply);
+                }
+                let report = self.classifier.reply_report(by_head.verdict, self.body.unreplayable_reason());
+                return AttemptOutcome { report, value: Err(error) };
             }
         };
         let mut report = self.classifier.reply_report(classified.verdict, self.body.unreplayable_reason());

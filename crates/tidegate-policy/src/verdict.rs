@@ -245,17 +245,16 @@ impl VerdictRules {
     pub fn reads_request_bodies(&self) -> bool {
         let in_scopes = self.scopes.iter().flat_map(|scope| &scope.name).any(Source::needs_request_body);
         let conditions = self.rules.iter().flat_map(|rule| &rule.when);
-        in_scopes || conditions.into_iter().any(|when| !when.request.json.is_empty())
+        let of_rules = |rule: &Rule| match &rule.scope {
+            RuleScope::Named(parts) => parts.iter().any(Source::needs_request_body),
+            RuleScope::Call | RuleScope::Credential | RuleScope::Provider => false,
+        };
+        in_scopes || self.rules.iter().any(of_rules) || conditions.into_iter().any(|when| !when.request.json.is_empty())
     }
 
     /// The longest time for which a reply closes anything, if no rule sets another.
     pub fn max_pause(&self) -> Span {
         self.max_pause
-    }
-
-    /// True if calls have scopes.
-    pub fn has_scopes(&self) -> bool {
-        !self.scopes.is_empty()
     }
 
     /// The route and the scope of a call, as far as its request tells. `provider` is the key of the provider, which keeps

@@ -177,6 +177,35 @@ fn replies_are_understood_as_their_providers_mean_them() {
 }
 
 #[test]
+fn presets_understand_the_replies_of_their_providers() {
+    const TOKEN: &str = "credentials = \"env:TOKEN\"\n";
+    let rows = rows();
+    let mut report = String::new();
+    for (preset, more) in [
+        ("openai", TOKEN),
+        ("anthropic", TOKEN),
+        ("github", TOKEN),
+        ("musicbrainz", "user_agent = \"Tests/1 ( tests@example.com )\"\n"),
+    ] {
+        let text = format!("[outbound.provider.{preset}]\npreset = \"{preset}\"\n{more}");
+        let policy = Policy::load(PolicySources::new().file("preset.toml", text)).unwrap();
+        let provider = policy.outbound().unwrap().find(preset).unwrap();
+        let host = provider.base_url.as_ref().unwrap().authority().host();
+        let own: Vec<&Row> = rows.iter().filter(|row| row.text("provider") == preset).collect();
+        assert!(!own.is_empty(), "{preset}");
+        for row in own {
+            let mut differences = row.differences(&provider.verdicts, host, true);
+            // No reply closes anything for more than a day, by default.
+            differences.retain(|difference| !difference.ends_with("found Some(86400.0)"));
+            if !differences.is_empty() {
+                let _ = writeln!(report, "{preset} ({}): {}", row.text("says"), differences.join("; "));
+            }
+        }
+    }
+    assert!(report.is_empty(), "{report}");
+}
+
+#[test]
 fn many_providers_are_understood_without_a_rule() {
     let (rows, built_in) = (rows(), VerdictRules::default());
     let mut by_kind: BTreeMap<&str, bool> = BTreeMap::new();
@@ -191,7 +220,7 @@ fn many_providers_are_understood_without_a_rule() {
 }
 
 /// Values that break naive readers of times and numbers.
-const HOSTILE: [&str; 34] = [
+const HOSTILE: [&str; 35] = [
     "0",
     "-1",
     "",
@@ -222,6 +251,7 @@ const HOSTILE: [&str; 34] = [
     "Thu, 01 Jan 1970 00:00:00 GMT",
     "2026-01-01T00:00:00Z",
     "00:99:99.9",
+    "9999999999999999999999999999999999999999:1:1",
     "999999h",
     "100;w=60",
     "\"a\";r=0;t=99999999999",

@@ -9,9 +9,9 @@ pub use tidegate_outbound::OutboundMiddleware;
 pub use tidegate_outbound::cache;
 pub use tidegate_outbound::{
     Attempt, AttemptOutcome, AttemptReport, BreakerReport, BreakerState, CallError, CallErrorBody, CallErrorKind,
-    CallHeaderError, CallOptions, CallStats, Class, CompletedCall, CredentialError, CredentialReport, CredentialStates,
-    Delivery, DurationReport, IDEMPOTENCY_KEY, InFlightGuard, Lane, LaneReport, LimitUsage, NextOutboundError,
-    Outbound, OutboundBody, OutboundError, OutboundLayer, OutboundService, Provider, ProviderChange, ProviderEvent,
-    ProviderReport, ReplayBody, ReplayError, SendError, Snapshot, SnapshotError, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT,
-    TargetError, UnreplayableReason, Upstream, Urgency, fault_of, take_call_options,
+    CallHeaderError, CallOptions, CallScope, CallStats, Class, CompletedCall, CredentialError, CredentialReport,
+    CredentialStates, Delivery, DurationReport, IDEMPOTENCY_KEY, InFlightGuard, Lane, LaneReport, LimitUsage,
+    NextOutboundError, Outbound, OutboundBody, OutboundError, OutboundLayer, OutboundService, Provider, ProviderChange,
+    ProviderEvent, ProviderReport, ReplayBody, ReplayError, SendError, Snapshot, SnapshotError, TIDEGATE_PRIORITY,
+    TIDEGATE_TIMEOUT, TargetError, UnreplayableReason, Upstream, Urgency, fault_of, take_call_options,
 };

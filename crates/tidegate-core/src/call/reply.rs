@@ -16,6 +16,8 @@ const QUOTA_PROBE_INTERVAL: Span = Span::from_secs(300);
 const MAX_CLOSING: Span = Span::from_micros(MAX_COST);
 /// The closing until the store tells the length that it has chosen.
 const MIN_CLOSING: Span = Span::from_micros(1);
+/// The length of a closing without a wait of another scope than the request's.
+const OTHER_SCOPE_CLOSING: Span = Span::from_secs(1);
 
 impl Call {
     /// Handles the end of an attempt and decides the next step.
@@ -54,7 +56,9 @@ impl Call {
             retry_after: verdict.wait.or((verdict.class == Class::Quota).then_some(QUOTA_PROBE_INTERVAL)),
             has_reservation: self.has_reservation,
             has_other_credential: verdict.class.is_refusal()
-                && state.pool.next(now, rng).is_some_and(|other| other != credential),
+                && state
+                    .credential_except(|other| other == credential, self.charged_scope, self.cost, now, rng)
+                    .is_some(),
         };
         match verdict.class {
             Class::Success | Class::Permanent | Class::Auth | Class::Cancelled => return NextStep::Done,
@@ -128,7 +132,7 @@ impl Call {
         if !self.rejected.push(credential) {
             return false;
         }
-        let (rejected, scope) = (self.rejected, state.scopes.key_of(self.scope));
+        let (rejected, scope) = (self.rejected, self.scope_key(rules, state));
         let is_rejected = |it: usize| rejected.contains(it);
         let has_other = state.credential_except(is_rejected, scope, self.cost, now, rng).is_some()
             || state.routes.has_other(is_rejected, now)
@@ -248,7 +252,7 @@ impl Call {
     ) {
         let was_answered = reply.delivery == Delivery::Answered;
         if sent.scope != 0 {
-            let told = match reply.verdict.scope {
+            let told = match self.told_scope(&reply.verdict) {
                 Scope::Named(key) => key,
                 Scope::Call | Scope::Credential | Scope::Provider => sent.scope,
             };
@@ -264,6 +268,14 @@ impl Call {
         }
     }
 
+    /// The scope that a reply is about. A name counts only if calls learn theirs from replies: no other call waits for it.
+    fn told_scope(&self, verdict: &Verdict) -> Scope {
+        match verdict.scope {
+            Scope::Named(_) if self.scope.key != 0 || !self.scope.is_learnt => Scope::Call,
+            scope => scope,
+        }
+    }
+
     /// Closes what the verdict is about, or records that it is open.
     fn close_and_open(
         &mut self,
@@ -273,7 +285,8 @@ impl Call {
         verdict: &Verdict,
         now: Time,
     ) {
-        if let Scope::Named(key) = verdict.scope {
+        let scope = self.told_scope(verdict);
+        if let Scope::Named(key) = scope {
             state.scopes.teach(self.scope.route, key);
         }
         let is_alone = rules.credential_keys.len() == 1;
@@ -288,7 +301,7 @@ impl Call {
                     state.double_lead(sent.sent_at, now);
                 }
                 let closing = if self.has_reservation { Closing::Reserved } else { Closing::Throttled };
-                state.close(rules, sent, verdict.scope, closing, wait, now);
+                state.close(rules, sent, scope, closing, wait, now);
                 if let Some(quota) = verdict.spent_quota {
                     state.pool.set_spent_quota(sent.credential, quota, now + wait);
                 } else if !wait.is_zero()
@@ -299,12 +312,11 @@ impl Call {
             }
             Class::Unavailable | Class::Transient | Class::Unknown if !wait.is_zero() => {
                 // An outage isn't one of the credential.
-                let scope =
-                    if verdict.scope == Scope::Call && sent.scope == 0 { Scope::Provider } else { verdict.scope };
+                let scope = if scope == Scope::Call && sent.scope == 0 { Scope::Provider } else { scope };
                 state.close(rules, sent, scope, Closing::Paused, wait, now);
             }
             // The end of the pause is another first call.
-            Class::Success if !wait.is_zero() => state.close(rules, sent, verdict.scope, Closing::Paused, wait, now),
+            Class::Success if !wait.is_zero() => state.close(rules, sent, scope, Closing::Paused, wait, now),
             Class::Success => {
                 if sent.generation > 0 {
                     let key = rules.credential_keys[sent.credential];
@@ -395,10 +407,14 @@ impl ProviderState {
             Scope::Named(key) => key,
             Scope::Credential | Scope::Provider => 0,
         };
+        let is_other = key != 0 && key != sent.scope;
+        // The request hasn't passed the gate of another scope, so that it can't lengthen its closings.
+        let wait = if is_other && wait.is_zero() { OTHER_SCOPE_CLOSING } else { wait };
         let free_at = now + wait;
         let generation = if key == 0 { sent.generation } else { sent.scope_generation };
         let verb = match closing {
-            Closing::Throttled => Verb::Throttle { generation },
+            Closing::Throttled if !is_other => Verb::Throttle { generation },
+            Closing::Throttled => Verb::Debit,
             // At the end of a longer closing, a reservation could be over.
             Closing::Reserved | Closing::Paused => Verb::Debit,
         };
@@ -418,7 +434,10 @@ impl ProviderState {
                 return;
             }
         }
-        let verb = if key == 0 { verb } else { Verb::Debit };
+        let verb = match closing {
+            Closing::Throttled => Verb::Throttle { generation: sent.generation },
+            Closing::Reserved | Closing::Paused => verb,
+        };
         let op = cooldown_op(rules, rules.credential_keys[credential], verb);
         push_required(self.updates(), Op { cost: wait.as_micros(), ..op });
         match closing {

@@ -4,7 +4,7 @@ use alloc::boxed::Box;
 
 use crate::lanes::LanesSpec;
 use crate::retry::Retry;
-use crate::{BudgetSpec, Key, Lane, LimitId, Span};
+use crate::{BudgetSpec, Key, Lane, LimitId, MAX_OPS, Span};
 
 /// The longest lead: the time between the start of a call and the time at which windows count it.
 pub const MAX_LEAD: Span = Span::from_secs(60);
@@ -64,7 +64,7 @@ pub struct CallRules {
     /// True if credentials come from a login that can be repeated.
     pub can_renew_login: bool,
     /// True if calls respect the remaining amounts that replies report
-    /// ([`AttemptReport::remaining`](super::AttemptReport::remaining)). A credential's first call is then sent alone.
+    /// ([`Verdict::remaining`](crate::Verdict::remaining)). A credential's first call is then sent alone.
     pub tracks_remaining: bool,
     /// The longest time that a request needs to reach the provider. Windows count a call that much after its start,
     /// until its reply tells more. Doubled by a throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
@@ -89,6 +89,12 @@ impl CallRules {
     /// The key of the cool-down of a scope with this credential.
     pub fn scope_key(&self, credential: usize, scope: u64) -> Key {
         scoped(self.credential_keys[credential], scope)
+    }
+
+    /// True if a call of this lane that has a scope fits into one batch. Otherwise calls have none.
+    pub(super) fn has_room_for_scope(&self, lane: Lane) -> bool {
+        let limits = self.provider_limits.len() + self.credential_limits.len() + self.lane_limits[lane as usize].len();
+        limits + 2 <= MAX_OPS
     }
 
     /// The key of the limits of a scope that all credentials share.

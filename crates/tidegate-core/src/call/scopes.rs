@@ -62,7 +62,7 @@ struct ScopeState {
 
 impl ScopeState {
     fn is_idle(&self, now: Time) -> bool {
-        self.closed_until <= now && self.remaining.is_idle()
+        self.closed_until <= now && self.remaining.is_idle(now)
     }
 }
 
@@ -71,7 +71,8 @@ impl ScopeState {
 pub(super) struct Scopes {
     states: BTreeMap<(u64, u16), ScopeState>,
     routes: BTreeMap<u64, u64>,
-    searched_at: Time,
+    /// The time of the last search for a scope that a caller names, and for one that a reply has named.
+    searched_at: [Time; 2],
 }
 
 impl Scopes {
@@ -147,7 +148,7 @@ impl Scopes {
         if told_key != sent_key
             && let Some(state) = self.state_mut(told_key, credential, true, now)
         {
-            state.remaining.record_report(sent.0, reported);
+            state.remaining.record_report(sent.0, reported, now);
         }
     }
 
@@ -196,10 +197,11 @@ impl Scopes {
     /// that a caller names: these never displace the first.
     #[cold]
     fn forget_idle(&mut self, for_taught: bool, now: Time) {
-        if self.searched_at <= now && now < self.searched_at + SEARCH_INTERVAL {
+        let searched_at = &mut self.searched_at[usize::from(for_taught)];
+        if *searched_at <= now && now < *searched_at + SEARCH_INTERVAL {
             return;
         }
-        self.searched_at = now;
+        *searched_at = now;
         let idle = self.states.iter().filter(|(_, state)| state.is_idle(now) && (for_taught || !state.is_taught));
         let mut idle: Vec<_> = idle.map(|(place, state)| (state.is_taught, state.used_at, *place)).collect();
         idle.sort_unstable();
@@ -208,7 +210,7 @@ impl Scopes {
             self.states.remove(&place);
         }
         if found > 0 {
-            self.searched_at = Time::ZERO;
+            *searched_at = Time::ZERO;
         }
     }
 }
@@ -216,7 +218,7 @@ impl Scopes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AdaptiveRate, AdaptiveRateSpec};
+    use crate::{AdaptiveRate, AdaptiveRateSpec, RemainingAmount};
 
     fn at(secs: u64) -> Time {
         Time::from_secs(1_700_000_000 + secs)
@@ -252,6 +254,19 @@ mod tests {
         assert!((1..=5_000).all(|key| closed(key) == at(100)));
         assert_eq!(scopes.free_at(1, 0, 1, true, at(5)), at(100));
         assert_eq!(scopes.free_at(1, 1, 1, true, at(5)), at(5), "with another credential");
+    }
+
+    #[test]
+    fn a_spent_window_says_nothing_about_the_next() {
+        let mut scopes = Scopes::default();
+        let mut report = |sent_key, sent_at, amount, resets_at| {
+            let calls = RemainingAmount { amount, limit: Some(5_000), resets_at: at(resets_at) };
+            let request = (1, (at(sent_at), EndedTotals::default()), true);
+            scopes.record_end([sent_key, 99], 0, request, Remaining { calls: Some(calls), cost: None }, at(sent_at));
+            scopes.free_at(99, 0, 1, true, at(sent_at))
+        };
+        assert_eq!(report(7, 0, 0, 10), at(10));
+        assert_eq!(report(8, 20, 4_999, 3_600), at(20));
     }
 
     #[test]

@@ -9,6 +9,8 @@ use serde_json::Value;
 const MAX_SEARCHED_TEXT: usize = 4 << 10;
 /// The most places that a pointer with `*` finds.
 const MAX_PLACES: usize = 1_000;
+/// The maximum number of equals signs in an XML document that is read: more than an error has attributes.
+const MAX_XML_ATTRIBUTES: usize = 256;
 
 /// A document: the body of a request or a reply.
 pub(crate) struct Document<'b> {
@@ -35,6 +37,10 @@ impl<'b> Document<'b> {
     /// The values at a place of an XML document.
     pub(crate) fn xml(&self, path: &XmlPath) -> Vec<String> {
         let Ok(text) = str::from_utf8(self.bytes) else { return Vec::new() };
+        // The parser compares each attribute with all others of its element.
+        if self.bytes.iter().filter(|byte| **byte == b'=').count() > MAX_XML_ATTRIBUTES {
+            return Vec::new();
+        }
         // A document type definition, which could make a small document large, is an error.
         let Ok(document) = roxmltree::Document::parse(text.trim_start_matches('\u{feff}').trim_start()) else {
             return Vec::new();

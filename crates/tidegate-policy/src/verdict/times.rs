@@ -170,7 +170,7 @@ fn duration(text: &str) -> Option<Span> {
     }
     let [hours, minutes] = [hours, minutes].map(parse_digits);
     let micros = parse_scaled(seconds, 1_000_000)?
-        .saturating_add((hours?.saturating_mul(60) + minutes?).saturating_mul(60_000_000));
+        .saturating_add(hours?.saturating_mul(60).saturating_add(minutes?).saturating_mul(60_000_000));
     Some(span(micros, 1))
 }
 

@@ -83,7 +83,7 @@ async fn githubs_resources_are_used_up_beside_each_other() {
 async fn a_spent_resource_of_github_delays_no_call_of_another() {
     for seed in seeds() {
         let provider = github(seed, &[("core", 100_000, 3_600.0), ("search", 30, 60.0)], 100_000);
-        let layer = layer_of(&GITHUB.replace("900 per 60s", "100000 per 1h"));
+        let layer = layer_of(&format!("{GITHUB}credential_limit = \"100000 per 1h\"\n"));
         let run = run("GitHub, much core", seed, layer, provider, 120.0, github_request).await;
         run.check(TOLD, &[("search", 60.0)]);
         let (search, core) = (run.longest_wait(|worker| worker % 2 == 0), run.longest_wait(|worker| worker % 2 == 1));

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::common::Through;
-use tidegate::outbound::BreakerState;
+use tidegate::outbound::{BreakerState, CallScope};
 
 fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
@@ -298,4 +298,43 @@ async fn spent_money_leaves_the_credential_out() {
     let service = limited("10/s burst 10", BEARER).layer(only.clone());
     assert_eq!([status_of(&service, "/x").await, status_of(&service, "/x").await], [429, 429]);
     assert_eq!(only.count(), 1, "it isn't sent again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_named_scope_that_no_call_learns_closes_the_credential() {
+    let api = Api::new(|number, _| answer(if number == 0 { 403 } else { 200 }, &[], "slow"));
+    let rule = "timeout = \"60s\"\n\
+        rule = [{ when = { status = 403 }, is = \"throttled\", wait = \"5s\", scope = [\"orders\"] }]";
+    let service = layer(rule).layer(api.clone());
+    let began = now();
+    assert_eq!(status_of(&service, "/x").await, 200);
+    assert_eq!((api.count(), (now() - began).as_secs()), (2, 5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_mutation_that_was_carried_out_in_part_isnt_sent_again() {
+    for (data, sends) in [("", 2), ("\"data\":null,", 2), ("\"data\":{\"a\":{\"id\":1},\"b\":null},", 1)] {
+        let body = format!("{{{data}\"errors\":[{{\"extensions\":{{\"code\":\"THROTTLED\"}}}}]}}");
+        let api = Api::new(move |number, _| {
+            let body = if number == 0 { &*body } else { "{}" };
+            answer(200, &[("content-type", "application/json")], body)
+        });
+        let service = layer("timeout = \"60s\"").layer(api.clone());
+        let request = Request::post("/graphql").body(Full::new(Bytes::from_static(b"{}"))).unwrap();
+        assert_eq!(ask(&service, request).await.unwrap().status(), 200);
+        assert_eq!(api.count(), sends, "{data}");
+    }
+}
+
+/// The cool-down of a scope is an operation more.
+#[tokio::test(start_paused = true)]
+async fn calls_that_meet_all_limits_that_fit_have_no_scope() {
+    let api = Api::new(|_, _| status(200));
+    let limits = (1..=7).map(|number| format!("\"{number}0 per {number}s\"")).collect::<Vec<_>>().join(", ");
+    let settings = "[outbound.provider.api]\nbase_url = \"https://api.test\"\nlimit = [".to_owned() + &limits + "]\n";
+    let service = layer_of(&settings).layer(api.clone());
+    let mut request = get("/x");
+    let scope = CallScope { route: 7, key: 9, is_learnt: false };
+    request.extensions_mut().insert(CallOptions { scope, ..CallOptions::default() });
+    assert_eq!(ask(&service, request).await.unwrap().status(), 200);
 }
