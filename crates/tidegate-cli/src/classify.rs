@@ -106,7 +106,9 @@ pub(crate) fn run(arguments: ClassifyArgs) -> CommandResult {
     let now = tidegate::clock::SystemClock::new().now();
     let found = rules.classify(&request, arguments.status, &headers, read_body, SCOPE_KEY, now);
     let own_scope = rules.call_scope(&request, SCOPE_KEY);
-    let mut text = describe(&found, rules, &arguments.method, provider, own_scope, now);
+    let has_key = request_headers.contains_key("idempotency-key");
+    let is_idempotent = is_repeatable(arguments.method.as_str(), has_key, true);
+    let mut text = describe(&found, rules, (&arguments.method, is_idempotent), provider, own_scope, now);
     if body.is_some() && read_body.is_none() {
         text.push_str(match limit {
             None => "body    not read: no rule asks for it, by this status and these headers\n",
@@ -119,7 +121,7 @@ pub(crate) fn run(arguments: ClassifyArgs) -> CommandResult {
 fn describe(
     found: &Classified,
     rules: &VerdictRules,
-    method: &Method,
+    (method, is_idempotent): (&Method, bool),
     provider: Option<&ProviderConfig>,
     own_scope: CallScope,
     now: Time,
@@ -159,7 +161,6 @@ fn describe(
         (Scope::Call | Scope::Named(_), _) if is_outage => "all credentials".to_owned(),
         (Scope::Call | Scope::Named(_), _) => "the whole credential".to_owned(),
     };
-    let is_idempotent = is_repeatable(method.as_str(), false, true);
     let may_repeat =
         verdict.class.is_retryable() && (verdict.was_refused || is_idempotent) && !verdict.asks_not_to_retry;
     let repeat = match (may_repeat, verdict.asks_not_to_retry, verdict.class) {

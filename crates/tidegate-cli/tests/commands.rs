@@ -315,6 +315,8 @@ fn classify_names_the_rule_that_decides() {
     let nothing = "wait    none\nscope   none\nrepeat  no\n";
     assert_eq!(plain(&["404"]), format!("class   permanent\n{rule}{nothing}"));
     assert!(plain(&["503", "--method", "POST"]).ends_with("repeat  no: POST may have been carried out\n"));
+    let with_key = plain(&["503", "--method", "POST", "--request-header", "Idempotency-Key: 1"]);
+    assert!(with_key.ends_with("repeat  yes\n"), "{with_key}");
     assert!(
         plain(&["404", "--body", body])
             .ends_with("body    not read: no rule asks for it, by this status and these headers\n")

@@ -17,7 +17,7 @@ use std::sync::LazyLock;
 
 use http::{HeaderMap, HeaderName, Method, StatusCode};
 use tidegate_core::call::{CallScope, Measure};
-use tidegate_core::{Class, Key, Scope, Span, Time, Verdict};
+use tidegate_core::{Class, Key, Remaining, Scope, Span, Time, Verdict};
 
 pub(crate) use body::{JsonPath, XmlPath};
 pub(crate) use condition::{Check, Condition, Pattern, RequestCondition, StatusSet, Test};
@@ -323,7 +323,6 @@ impl VerdictRules {
             let clock = reply_clock(headers, now);
             self.allowances.iter().for_each(|rule| rule.read(&exchange, clock, &mut hints));
         }
-        hints.limit_resets(now + self.max_pause);
         let clock = reply_clock(headers, now);
         let mut classified = Classified::from_head(status, &hints, headers, now);
         let mut max_pause = None;
@@ -350,7 +349,7 @@ impl VerdictRules {
         if !is_scoped {
             self.name_scope(request, &reply, &mut classified, provider);
         }
-        classified.limit_wait(max_pause.unwrap_or(self.max_pause));
+        classified.limit_times(max_pause.unwrap_or(self.max_pause), now);
         classified
     }
 
@@ -450,7 +449,8 @@ fn usual_wait(class: Class, hints: &Hints, now: Time) -> Option<FoundWait> {
         Class::Unavailable | Class::Transient | Class::Unknown => hints.retry_after,
         Class::Success | Class::Permanent | Class::Auth | Class::Cancelled => None,
     };
-    told.map(|wait| FoundWait { wait, header: hints.retry_after_header.clone() })
+    let header = if hints.retry_after.is_some() { &hints.retry_after_header } else { &hints.reset_header };
+    told.map(|wait| FoundWait { wait, header: header.clone() })
 }
 
 impl Classified {
@@ -460,10 +460,9 @@ impl Classified {
     /// unavailable until then, and so are 423 and 477. For a 200 with another `grpc-status`, the class follows the HTTP
     /// status that `google.rpc.Code` gives for it: 14 is 503, 8 is 429.
     pub fn of_head(status: StatusCode, headers: &HeaderMap, now: Time) -> Self {
-        let mut hints = Hints::read(headers, now);
-        hints.limit_resets(now + DEFAULT_MAX_PAUSE);
+        let hints = Hints::read(headers, now);
         let mut classified = Self::from_head(status, &hints, headers, now);
-        classified.limit_wait(DEFAULT_MAX_PAUSE);
+        classified.limit_times(DEFAULT_MAX_PAUSE, now);
         classified
     }
 
@@ -523,8 +522,11 @@ impl Classified {
         };
     }
 
-    /// Cuts the wait to the longest pause.
-    fn limit_wait(&mut self, max_pause: Span) {
+    /// Cuts the wait and the resets to the longest pause.
+    fn limit_times(&mut self, max_pause: Span, now: Time) {
+        let Remaining { calls, cost } = &mut self.verdict.remaining;
+        let resets = [calls, cost].into_iter().flatten().map(|amount| &mut amount.resets_at);
+        resets.chain(&mut self.verdict.spent_until).for_each(|at| *at = (now + max_pause).min(*at));
         let asked = self.verdict.wait.filter(|wait| *wait > max_pause);
         if asked.is_some() {
             (self.cut_wait, self.verdict.wait) = (asked, Some(max_pause));

@@ -333,3 +333,25 @@ fn hostile_replies_close_nothing_for_longer_than_the_longest_pause() {
         Ok(())
     });
 }
+
+#[test]
+fn the_longest_pause_cuts_resets_too_and_a_rule_may_raise_it() {
+    const DAYS: u64 = 86_400;
+    let settings = "[outbound.provider.api]\nbase_url = \"https://api.test\"\nlimit = \"unlimited\"\n\
+        rule = [{ when = { status = 403 }, is = \"quota\", max_pause = \"7d\" }]\n";
+    let policy = Policy::load(PolicySources::new().file("rules.toml", settings)).unwrap();
+    let rules = &policy.outbound().unwrap().find("api").unwrap().verdicts;
+    let mut headers = HeaderMap::new();
+    headers.insert("x-ratelimit-remaining", HeaderValue::from_static("0"));
+    headers.insert("x-ratelimit-reset", HeaderValue::from(NOW.as_secs_ceil() + 3 * DAYS));
+    let none = HeaderMap::new();
+    let request = RequestFacts::new(&Method::GET, "api.test", "/", &none);
+    for (status, days, cut) in [(403, 3, None), (429, 1, Some(Span::from_secs(3 * DAYS)))] {
+        let found = rules.classify(&request, StatusCode::from_u16(status).unwrap(), &headers, None, PROVIDER, NOW);
+        let Remaining { calls, .. } = found.verdict.remaining;
+        let until = calls.map(|calls| calls.resets_at);
+        assert_eq!((found.verdict.wait, found.cut_wait), (Some(Span::from_secs(days * DAYS)), cut), "{status}");
+        assert_eq!(until, Some(NOW + Span::from_secs(days * DAYS)), "{status}");
+        assert_eq!(found.wait_header, Some(HeaderName::from_static("x-ratelimit-reset")), "{status}");
+    }
+}

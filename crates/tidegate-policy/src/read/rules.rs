@@ -476,7 +476,10 @@ impl DocumentReader<'_> {
         self.check_length(node.at, key, words.len(), MAX_ITEMS, "")?;
         all_or_none(words.into_iter().map(|(text, item)| match self.source(text, item, key)? {
             Some(source) => Some(source),
-            None if text.is_empty() => self.wrong_text(item, key, text, SOURCE_FORMS).none(),
+            // Most texts of several words are sources with a misspelt first word.
+            None if text.is_empty() || text.contains(char::is_whitespace) => {
+                self.wrong_text(item, key, text, SOURCE_FORMS).none()
+            }
             None => Some(Source::Text(text.to_owned())),
         }))
     }

@@ -84,6 +84,8 @@ pub struct Hints {
     pub spent_until: Option<Time>,
     /// The latest reset of allowances without a remaining amount. After a refusal it is the best available guess.
     pub resets_at: Option<Time>,
+    /// The header that gives the latest reset.
+    pub reset_header: Option<HeaderName>,
     /// True if an allowance is at zero, with or without a known reset.
     pub exhausted: bool,
     /// The amount left of the allowance of calls that has least left, and of that of cost. The allowances are
@@ -138,7 +140,7 @@ impl Hints {
 
     /// Reads the usual headers that tell allowances.
     fn read_allowances(&mut self, headers: &HeaderMap, is_excluded: impl Fn(&HeaderName) -> bool, clock: ReplyClock) {
-        let now = clock.now;
+        let (now, mut latest) = (clock.now, Span::ZERO);
         for family in HEADER_FAMILIES.iter() {
             if [&family.remaining, &family.reset].into_iter().any(&is_excluded) {
                 continue;
@@ -146,12 +148,20 @@ impl Hints {
             let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
             let wait = single_value(headers, &family.reset).and_then(|text| clock.read(text, TimeUnit::Any));
             let limit = single_value(headers, &family.limit).and_then(parse_digits);
+            self.note_reset(&family.reset, wait, &mut latest);
             self.add_allowance(family.measure, left, limit, wait, None, now);
         }
         for line in headers.get_all(&RATE_LIMIT).iter().take(MAX_LINES) {
             for (left, wait) in parse_rate_limit(line.as_bytes()) {
+                self.note_reset(&RATE_LIMIT, wait, &mut latest);
                 self.add_allowance(Measure::Calls, left, None, wait, None, now);
             }
+        }
+    }
+
+    fn note_reset(&mut self, header: &HeaderName, wait: Option<Span>, latest: &mut Span) {
+        if let Some(wait) = wait.filter(|wait| *wait > *latest) {
+            (*latest, self.reset_header) = (wait, Some(header.clone()));
         }
     }
 
@@ -179,13 +189,6 @@ impl Hints {
         let until = |at: Option<Time>| at.map(|at| at.since(now)).filter(|wait| !wait.is_zero());
         let told = self.reserved_in.or(self.retry_after);
         told.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
-    }
-
-    /// Limits the times of resets, so that no reply closes anything for longer.
-    pub(super) fn limit_resets(&mut self, latest: Time) {
-        let times = [&mut self.spent_until, &mut self.resets_at].into_iter().flatten();
-        let of_amounts = [&mut self.remaining.calls, &mut self.remaining.cost].into_iter().flatten();
-        times.chain(of_amounts.map(|amount| &mut amount.resets_at)).for_each(|at| *at = latest.min(*at));
     }
 
     /// A verdict of this class with the allowances.
@@ -503,7 +506,10 @@ mod tests {
             (r#""default;r=0;t=30"#, false, None, None, None),
         ] {
             let rests = Remaining { calls, cost: None };
-            let expected = Hints { spent_until, resets_at, exhausted, remaining: rests, ..Hints::default() };
+            let has_reset = spent_until.or(resets_at).is_some() || calls.is_some();
+            let reset_header = has_reset.then_some(RATE_LIMIT);
+            let expected =
+                Hints { spent_until, resets_at, reset_header, exhausted, remaining: rests, ..Hints::default() };
             assert_eq!(read(&[("ratelimit", line)]), expected, "{line}");
         }
         let lines = [("ratelimit", r#""a";r=0;t=30"#), ("ratelimit", r#""b";r=0;t=40"#)];
