@@ -300,11 +300,11 @@ where
             Ok(classified) => classified,
             Err(error) => {
                 let error = redact_error(error, sent_secret.as_deref());
-                // The head of a refusal still says that it is one.
+                // The head of a refusal or a fault still says what it is.
                 let config = provider.0.config();
                 let key = provider.0.rules.key;
                 let by_head = config.verdicts.classify(&self.facts(), head.status, &head.headers, None, key, now);
-                if !by_head.verdict.class.is_refusal() {
+                if by_head.verdict.class == Class::Success {
                     return self.fault_outcome(error, TransportFault::InvalidReply);
                 }
                 let report = self.classifier.reply_report(by_head.verdict, self.body.unreplayable_reason());

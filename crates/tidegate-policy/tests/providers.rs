@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use tidegate_core::retry::is_repeatable;
-use tidegate_core::{Key, Remaining, RemainingAmount, Scope, Span, Time};
+use tidegate_core::{Class, Key, Remaining, RemainingAmount, Scope, Span, Time};
 use tidegate_policy::outbound::OutboundConfig;
 use tidegate_policy::verdict::{Classified, RequestFacts, VerdictRules};
 use tidegate_policy::{Policy, PolicySources};
@@ -353,5 +353,20 @@ fn the_longest_pause_cuts_resets_too_and_a_rule_may_raise_it() {
         assert_eq!((found.verdict.wait, found.cut_wait), (Some(Span::from_secs(days * DAYS)), cut), "{status}");
         assert_eq!(until, Some(NOW + Span::from_secs(days * DAYS)), "{status}");
         assert_eq!(found.wait_header, Some(HeaderName::from_static("x-ratelimit-reset")), "{status}");
+    }
+}
+
+#[test]
+fn the_limits_of_nginx_are_no_block_of_an_edge() {
+    let nginx = "<html>\r\n<head><title>429 Too Many Requests</title></head>\r\n<body>\r\n\
+        <center><h1>429 Too Many Requests</h1></center>\r\n<hr><center>nginx/1.22.1</center>\r\n</body>\r\n</html>\r\n";
+    let (rules, none) = (VerdictRules::default(), HeaderMap::new());
+    let request = RequestFacts::new(&Method::GET, "api.test", "/", &none);
+    let headers = HeaderMap::from_iter([(http::header::CONTENT_TYPE, HeaderValue::from_static("text/html"))]);
+    let status = StatusCode::TOO_MANY_REQUESTS;
+    assert!(rules.body_limit(&request, status, &headers).is_some_and(|limit| nginx.len() <= limit));
+    for (page, scope, wait) in [(nginx, Scope::Call, None), ("<html>", Scope::Provider, Some(Span::from_secs(60)))] {
+        let verdict = rules.classify(&request, status, &headers, Some(page.as_bytes()), PROVIDER, NOW).verdict;
+        assert_eq!((verdict.class, verdict.scope, verdict.wait), (Class::Throttled, scope, wait), "{page}");
     }
 }
