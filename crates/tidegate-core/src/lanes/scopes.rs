@@ -61,7 +61,9 @@ impl ScopeQueues {
         };
         queue.waiting += 1;
         let is_held = queue.refusal.is_some();
-        self.held_calls[place.lane as usize] += usize::from(is_held);
+        if is_held {
+            self.held_calls[place.lane as usize] += 1;
+        }
         if call > queue.first {
             self.followers.insert((place, call));
             return OrderChange::NONE;

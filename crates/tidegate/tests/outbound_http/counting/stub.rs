@@ -173,7 +173,9 @@ impl FixedWindow {
     pub(crate) fn take(&mut self, at: Secs) -> bool {
         self.refresh(at);
         let is_free = self.used < self.limit;
-        self.used += u64::from(is_free);
+        if is_free {
+            self.used += 1;
+        }
         is_free
     }
 
