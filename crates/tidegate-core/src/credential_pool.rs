@@ -59,7 +59,7 @@ pub struct CredentialPool {
     updated_at: Time,
 }
 
-/// What is known of a closed credential. Any of the times may be over.
+/// The known times of a closed credential. Any of the times may be over.
 #[derive(Clone, Copy, Debug, Default)]
 struct Closings {
     /// The end of the cool-down that the provider has asked for.

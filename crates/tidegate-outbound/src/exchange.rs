@@ -255,9 +255,8 @@ where
         body: B,
         now: Time,
     ) -> Result<(Classified, PeekedBody<B>), BoxError> {
-        let provider = &self.shared.provider.0;
-        let config = provider.config();
-        let limit = config.verdicts.body_limit(&self.facts(), head.status, &head.headers);
+        let verdicts = &self.shared.provider.0.config().verdicts;
+        let limit = verdicts.body_limit(&self.facts(), head.status, &head.headers);
         let size = body.size_hint();
         // Long replies are not held back.
         let limit = limit.filter(|limit| size.lower() <= *limit as u64);
@@ -270,8 +269,15 @@ where
             }
         };
         let read = Some(&*peeked.read_ahead).filter(|_| limit.is_some() && peeked.is_complete());
+        Ok((self.judge(head, read, now), peeked))
+    }
+
+    /// The verdict on a reply, with its body if it was read.
+    fn judge(&self, head: &http::response::Parts, body: Option<&[u8]>, now: Time) -> Classified {
+        let provider = &self.shared.provider.0;
+        let config = provider.config();
         let key = provider.rules.key;
-        let mut classified = config.verdicts.classify(&self.facts(), head.status, &head.headers, read, key, now);
+        let mut classified = config.verdicts.classify(&self.facts(), head.status, &head.headers, body, key, now);
         let verdict = &mut classified.verdict;
         if verdict.class == Class::Quota
             && verdict.wait.is_none()
@@ -280,7 +286,7 @@ where
             (verdict.spent_quota, verdict.wait) = (Some(quota), Some(ends.since(now)));
         }
         self.shared.verdict_log.note(&config.name, head.status, &classified, now);
-        Ok((classified, peeked))
+        classified
     }
 
     async fn process_response(
@@ -301,13 +307,11 @@ where
             Err(error) => {
                 let error = redact_error(error, sent_secret.as_deref());
                 // The head of a refusal or a fault still says what it is.
-                let config = provider.0.config();
-                let key = provider.0.rules.key;
-                let by_head = config.verdicts.classify(&self.facts(), head.status, &head.headers, None, key, now);
-                if by_head.verdict.class == Class::Success {
+                let verdict = self.judge(&head, None, now).verdict;
+                if verdict.class == Class::Success {
                     return self.fault_outcome(error, TransportFault::InvalidReply);
                 }
-                let report = self.classifier.reply_report(by_head.verdict, self.body.unreplayable_reason());
+                let report = self.classifier.reply_report(verdict, self.body.unreplayable_reason());
                 return AttemptOutcome { report, value: Err(error) };
             }
         };

@@ -318,12 +318,11 @@ impl VerdictRules {
         let reply = Reply { headers, body: body.map(Document::new) };
         let is_declared = |name: &HeaderName| self.allowances.iter().any(|rule| rule.names_header(name));
         let mut hints = Hints::read_except(headers, is_declared, now);
+        let clock = reply_clock(headers, now);
         if !self.allowances.is_empty() {
             let exchange = Exchange { request, reply: Some(&reply), captures: &[] };
-            let clock = reply_clock(headers, now);
             self.allowances.iter().for_each(|rule| rule.read(&exchange, clock, &mut hints));
         }
-        let clock = reply_clock(headers, now);
         let mut classified = Classified::from_head(status, &hints, headers, now);
         let mut max_pause = None;
         let mut is_scoped = false;

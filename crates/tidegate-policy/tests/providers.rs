@@ -123,7 +123,7 @@ impl Row {
         differences
     }
 
-    /// What the row expects to be left: of calls and of cost, the entry with the least left that has a reset.
+    /// The amounts that the row expects to be left: of calls and of cost, the entry with the least left that has a reset.
     fn remaining(&self) -> String {
         let mut texts = Vec::new();
         for kind in ["calls", "cost"] {

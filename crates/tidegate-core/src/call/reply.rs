@@ -411,10 +411,8 @@ impl ProviderState {
         // The request hasn't passed the gate of another scope, so that it can't lengthen its closings.
         let wait = if is_other && wait.is_zero() { OTHER_SCOPE_CLOSING } else { wait };
         let free_at = now + wait;
-        let generation = if key == 0 { sent.generation } else { sent.scope_generation };
-        let verb = match closing {
-            Closing::Throttled if !is_other => Verb::Throttle { generation },
-            Closing::Throttled => Verb::Debit,
+        let verb = |generation| match closing {
+            Closing::Throttled => Verb::Throttle { generation },
             // At the end of a longer closing, a reservation could be over.
             Closing::Reserved | Closing::Paused => Verb::Debit,
         };
@@ -429,16 +427,13 @@ impl ProviderState {
                 }
             };
             if has_room {
+                let verb = if is_other { Verb::Debit } else { verb(sent.scope_generation) };
                 let op = cooldown_op(rules, rules.scope_key(credential, key), verb);
                 let _ = self.updates().push(Op { cost: wait.as_micros(), ..op });
                 return;
             }
         }
-        let verb = match closing {
-            Closing::Throttled => Verb::Throttle { generation: sent.generation },
-            Closing::Reserved | Closing::Paused => verb,
-        };
-        let op = cooldown_op(rules, rules.credential_keys[credential], verb);
+        let op = cooldown_op(rules, rules.credential_keys[credential], verb(sent.generation));
         push_required(self.updates(), Op { cost: wait.as_micros(), ..op });
         match closing {
             _ if wait.is_zero() => self.pool.set_cooling_until(credential, now + MIN_CLOSING, now),

@@ -104,7 +104,7 @@ fn split(path: &str) -> impl Iterator<Item = &str> {
     path.split('/').filter(|segment| !segment.is_empty())
 }
 
-/// Collects texts into the key of a scope or a route. Without the provider's key, nobody can choose texts that collide.
+/// Collects texts into the key of a scope or a route. With the provider's key in it, no caller can choose texts that collide.
 pub(crate) struct ScopeHasher(SipHasher13);
 
 impl ScopeHasher {

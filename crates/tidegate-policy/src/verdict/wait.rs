@@ -36,7 +36,7 @@ pub(crate) enum WaitSource {
     },
     Fixed(Span),
     Period(PeriodEnd),
-    /// What is missing, at a rate: `(missing - left) / per_second`.
+    /// The missing amount at a rate: `(missing - left) / per_second`.
     Missing {
         missing: JsonPath,
         left: JsonPath,
