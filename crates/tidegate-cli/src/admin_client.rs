@@ -188,6 +188,10 @@ fn describe_provider(report: &Value) -> Option<String> {
         let (source, state) = (credential["source"].as_str()?, credential["state"].as_str()?);
         let _ = writeln!(text, "               {source} {state}, usable in {} s", number(&credential["usable_in"]));
     }
+    let closed = number(&report["closed_scopes"]);
+    if closed > 0 {
+        let _ = writeln!(text, "  scopes       {closed} closed by the provider");
+    }
     for lane in report["lanes"].as_array()?.iter().filter(|lane| number(&lane["calls"]) > 0) {
         let (name, calls, waiting) = (lane["lane"].as_str()?, number(&lane["calls"]), number(&lane["waiting"]));
         let (in_flight, wait) = (number(&lane["in_flight"]), seconds(&lane["wait"]["p99"]));

@@ -152,13 +152,12 @@ fn describe(
         (Scope::Provider, _) => "all credentials".to_owned(),
         (Scope::Call, Some(name)) => name.clone(),
         _ if !closes => "none".to_owned(),
-        (Scope::Named(_), Some(name)) if own_scope.key != 0 => format!("the request's own, which isn't {name}"),
-        (Scope::Named(_), Some(name)) if own_scope.is_learnt => name.clone(),
-        (Scope::Named(_), Some(name)) => {
-            let closed = if is_outage { "all credentials" } else { "the whole credential" };
-            format!("{closed}: no [[scope]] finds the calls of {name}")
+        (Scope::Named(key), Some(name)) if key == own_scope.key => name.clone(),
+        (Scope::Named(_), Some(name)) if own_scope.is_learnt => format!("{name}, for calls of this route"),
+        (Scope::Named(_), Some(name)) => format!("the request's own, which isn't {name}"),
+        (Scope::Call | Scope::Named(_), _) if is_outage => {
+            "all credentials; only the route of the request while others work".to_owned()
         }
-        (Scope::Call | Scope::Named(_), _) if is_outage => "all credentials".to_owned(),
         (Scope::Call | Scope::Named(_), _) => "the whole credential".to_owned(),
     };
     let may_repeat =

@@ -27,6 +27,7 @@ pub use provider_state::{ProviderState, StoreRequests};
 use rand_core::Rng;
 use refusal::LimitRefusal;
 pub use rules::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
+use scopes::ChargedScope;
 pub use scopes::{CallScope, MAX_SCOPES};
 pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
@@ -100,8 +101,7 @@ struct SentRequest {
     counted_at: Time,
     lane: Lane,
     generation: u32,
-    /// The key of its scope; 0 if it had none.
-    scope: u64,
+    scope: ChargedScope,
     scope_generation: u32,
     /// The number of requests under way when it was sent, including itself.
     in_flight: u32,
@@ -118,8 +118,8 @@ pub struct Call {
     charged_lane: Lane,
     cost: u64,
     scope: CallScope,
-    /// The key of the scope that was charged last; 0 if it had none.
-    charged_scope: u64,
+    /// The scope that was charged last.
+    charged_scope: ChargedScope,
     deadline: Time,
     started_at: Time,
     queued_at: Time,
@@ -162,7 +162,7 @@ impl Call {
             charged_lane: lane,
             cost: cost.min(MAX_COST),
             scope: CallScope::default(),
-            charged_scope: 0,
+            charged_scope: ChargedScope::default(),
             deadline,
             started_at: now,
             queued_at: now,
@@ -230,6 +230,7 @@ impl Call {
         if self.requests == 0 {
             state.stats.calls[self.own_lane as usize] += 1;
         }
+        self.join_closed_route(state, now);
         let ticket = self.enqueue(state, now).inspect_err(|_| self.leave_queue(state))?;
         (self.stage, self.queued_at, self.failure_at_deadline) = (CallStage::Queued(ticket), now, None);
         Ok(())
@@ -333,10 +334,14 @@ impl Call {
         if self.is_too_late(state, now) {
             return self.fail(CallFailure::DeadlineExceeded, state);
         }
-        let scope = self.scope_key(rules, state);
-        if let Some(earliest) = state.pace_of(scope).map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
+        if self.join_closed_route(state, now) {
+            state.lanes.move_to_scope(ticket, self.scope.queue_key(), now);
+        }
+        let scope = self.current_scope(rules, state);
+        let pace = state.pace_of(scope.counted());
+        if let Some(earliest) = pace.map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
             self.failure_at_deadline = None;
-            let applies_to = if scope == 0 { RefusalScope::Provider } else { RefusalScope::Part };
+            let applies_to = if scope.counted() == 0 { RefusalScope::Provider } else { RefusalScope::Part };
             // A reply may raise the pace.
             let refusal =
                 Refusal { until: earliest, reason: WaitReason::Pace, scope: applies_to, ..Refusal::default() };
@@ -344,7 +349,7 @@ impl Call {
         }
         self.charged_scope = scope;
         let next = match self.renewed_credential == NO_CREDENTIAL && self.rejected.is_empty() {
-            true if scope == 0 => state.next_credential(self.cost, now, rng),
+            true if scope.is_none() => state.next_credential(self.cost, now, rng),
             true => state.credential_except(|_| false, scope, self.cost, now, rng),
             false => self.credential_after_rejection(state, now, rng),
         };
@@ -359,7 +364,7 @@ impl Call {
                 // The end of the first call under way is unknown.
                 self.failure_at_deadline = state.pool.has_busy().then_some(CallFailure::DeadlineExceeded);
                 let rejected = self.rejected;
-                let refusal = match scope == 0 && rejected.is_empty() || state.pool.next(now, rng).is_none() {
+                let refusal = match scope.is_none() && rejected.is_empty() || state.pool.next(now, rng).is_none() {
                     true => state.no_credential(now),
                     false => state.no_credential_except(|it| rejected.contains(it), scope, self.cost, now),
                 };
@@ -368,9 +373,22 @@ impl Call {
         }
     }
 
-    /// The key of its scope; 0 if it has none.
-    fn scope_key(&self, rules: &CallRules, state: &ProviderState) -> u64 {
-        if rules.has_room_for_scope(self.lane) { state.scopes.key_of(self.scope) } else { 0 }
+    /// The scope that it belongs to now.
+    fn current_scope(&self, rules: &CallRules, state: &ProviderState) -> ChargedScope {
+        match rules.has_room_for_scope(self.lane) {
+            true => state.scopes.charged_to(self.scope),
+            false => ChargedScope::default(),
+        }
+    }
+
+    /// Joins the scope of its route if it has no other and replies have closed that. Returns true if it has.
+    fn join_closed_route(&mut self, state: &mut ProviderState, now: Time) -> bool {
+        let has_none = self.scope.key == 0 && !self.scope.is_learnt;
+        let joins = has_none && state.scopes.is_route_closed(self.scope.route, now);
+        if joins {
+            self.scope = CallScope::of_closed_route(self.scope.route);
+        }
+        joins
     }
 
     /// The credential to try after one was rejected: the one that has just logged in again, or one that wasn't rejected.
@@ -433,8 +451,8 @@ impl Call {
         let refused = ops.zip(outcomes.list()).filter(|(_, outcome)| outcome.admission.refuses());
         // If only the credential is refused, another may be granted. Other refusals are independent of the credential.
         let scope = self.charged_scope;
-        let shared_in_scope = rules.shared_scope_key(scope);
-        let is_shared = |op: &Op| op.key == rules.key || scope != 0 && op.key == shared_in_scope;
+        let shared_in_scope = rules.shared_scope_key(scope.key);
+        let is_shared = |op: &Op| op.key == rules.key || !scope.is_none() && op.key == shared_in_scope;
         let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {
             return self.handle_grant(ticket, credential, rules, state, outcomes, now);
         };
@@ -450,8 +468,8 @@ impl Call {
             let is_in_scope = op.key != rules.key;
             return self.handle_shared_refusal(rules, state, &refusal, is_in_scope, now);
         }
-        let is_in_scope = scope != 0 && op.key == rules.scope_key(credential, scope);
-        if is_in_scope && state.close_scope(scope, credential, rules, &refusal, now) {
+        let is_in_scope = !scope.is_none() && op.key == rules.scope_key(credential, scope.key);
+        if is_in_scope && state.close_scope(scope.key, credential, rules, &refusal, now) {
             return self.handle_turn(rules, state, now, rng);
         }
         state.close_credential(credential, rules, &refusal, now);
@@ -491,14 +509,15 @@ impl Call {
         };
         state.pool.record_use(credential);
         let scope = self.charged_scope;
-        let ended_before = if scope != 0 {
-            state.scopes.record_sent(scope, credential, self.cost, now)
-        } else {
-            let tracker = state.remaining_trackers.get_mut(credential);
-            tracker.map_or(EndedTotals::default(), |tracker| tracker.record_sent(self.cost))
+        let ended_before = match scope.counted() {
+            0 => {
+                let tracker = state.remaining_trackers.get_mut(credential);
+                tracker.map_or(EndedTotals::default(), |tracker| tracker.record_sent(self.cost))
+            }
+            counted => state.scopes.record_sent(counted, credential, self.cost, now),
         };
         state.round_trips.record_grant(now);
-        if let Some(pace) = state.pace_of_mut(scope, now) {
+        if let Some(pace) = state.pace_of_mut(scope.counted(), now) {
             pace.sent(now);
         }
         state.stats.waits[self.own_lane as usize].record(now.since(self.queued_at));
@@ -518,7 +537,7 @@ impl Call {
             lane,
             generation: generation(0),
             scope,
-            scope_generation: if scope == 0 { 0 } else { generation(1) },
+            scope_generation: if scope.is_none() { 0 } else { generation(1) },
             in_flight: state.lanes.total_in_flight().saturating_sub(state.tunnels),
             ended_before,
         };
@@ -599,11 +618,13 @@ impl Call {
         batch.clear();
         if verb == Verb::Take {
             push_required(batch, Op::new(rules.cooldown, verb, rules.credential_keys[credential], 1));
-            if self.charged_scope != 0 {
-                push_required(batch, Op::new(rules.cooldown, verb, rules.scope_key(credential, self.charged_scope), 1));
+            if !self.charged_scope.is_none() {
+                let key = rules.scope_key(credential, self.charged_scope.key);
+                push_required(batch, Op::new(rules.cooldown, verb, key, 1));
             }
         }
-        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, credential, self.charged_scope) {
+        let counted = self.charged_scope.counted();
+        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, credential, counted) {
             if verb != Verb::Settle || provider_limit.settles {
                 let cost = if provider_limit.measure == Measure::Calls { 1 } else { self.cost };
                 push_required(batch, Op::new(provider_limit.limit, verb, key, cost));

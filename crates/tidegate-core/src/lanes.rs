@@ -279,6 +279,16 @@ impl Lanes {
         Ok(true)
     }
 
+    /// Moves a call without a scope to one, at its place in the order of arrival.
+    #[cold]
+    pub(crate) fn move_to_scope(&mut self, ticket: Ticket, scope: u64, now: Time) {
+        let Some(&call) = self.call(ticket).filter(|call| call.scope == 0) else { return };
+        let entry = (call.arrival, ticket.index);
+        self.remove_from_order(call.place(), entry);
+        self.calls[ticket.index()].scope = scope;
+        self.insert(call.lane.with_scope(scope), entry, now);
+    }
+
     /// The number of a waiting call in the order of arrival. `None` if it has left.
     #[inline]
     pub fn arrival(&self, ticket: Ticket) -> Option<u64> {

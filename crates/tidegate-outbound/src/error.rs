@@ -64,14 +64,14 @@ pub enum CallErrorKind {
         /// The start of its next period; `None` if no period has room for the call.
         resets_at: Option<Time>,
     },
-    /// No credential is usable before the deadline.
-    #[error("all credentials are cooling down")]
+    /// The provider has asked for pauses, so that no credential is usable for the call before its deadline.
+    #[error("the provider has asked for pauses: no credential is usable for this call before its deadline")]
     CredentialsCooling {
         /// The time when the first is usable again; `None` if none becomes usable without a change.
         earliest: Option<Time>,
     },
-    /// The provider, which has no credentials, has throttled a call and takes none before the deadline.
-    #[error("the provider has throttled calls and takes none before the deadline")]
+    /// The provider, which has no credentials, has asked for a pause and takes no such call before the deadline.
+    #[error("the provider has asked for a pause and takes no such call before the deadline")]
     CoolingDown {
         /// The time when calls are sent again; `None` if not without a change.
         earliest: Option<Time>,

@@ -35,7 +35,7 @@ pub enum ProviderChange {
         /// The time until it admits a call again; zero if it admits calls now.
         reset_in: Span,
     },
-    /// The provider has throttled a credential, which isn't used for a while.
+    /// The provider has asked for a pause with a credential, which isn't used for a while.
     CoolingDown {
         /// The index of the credential in the policy; 0 if the provider has no credentials.
         credential: usize,
@@ -97,8 +97,8 @@ impl ProviderEvents {
     }
 }
 
-const ONE_COOLING: &str = "the provider has throttled a credential, which cools down";
-const ALL_COOLING: &str = "the provider has throttled a call, and no other credential is usable: calls wait";
+const ONE_COOLING: &str = "the provider has asked for a pause with a credential, which cools down";
+const ALL_COOLING: &str = "the provider has asked for a pause, and no other credential is usable: calls wait";
 
 fn log(event: &ProviderEvent, suppressed: u64) {
     let ProviderEvent { at, provider, change } = event;

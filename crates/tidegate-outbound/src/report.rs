@@ -32,6 +32,8 @@ pub struct ProviderReport {
     pub credentials: Vec<CredentialReport>,
     /// The number of credentials in each state. A provider without credentials has one anonymous credential.
     pub credential_states: CredentialStates,
+    /// The number of scopes and routes that the provider keeps closed now in this process, counted with each credential.
+    pub closed_scopes: usize,
     /// The number of retries that can be spent now; `None` without a retry budget.
     pub retry_budget: Option<u64>,
     /// The present adaptive limit on calls in flight; `None` if it isn't used.
@@ -242,6 +244,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             limits: Vec::new(),
             credentials,
             credential_states,
+            closed_scopes: dispatcher.closed_scopes,
             retry_budget: dispatcher.retry_budget,
             adaptive_limit: dispatcher.adaptive_limit,
             pace_interval: dispatcher.pace_interval,
@@ -375,6 +378,7 @@ pub(crate) struct DispatcherSnapshot {
     pub(crate) credentials: Vec<CredentialReport>,
     /// The number of credentials that the provider has throttled.
     pub(crate) throttled_credentials: usize,
+    pub(crate) closed_scopes: usize,
     pub(crate) retry_budget: Option<u64>,
     pub(crate) adaptive_limit: Option<u32>,
     pub(crate) pace_interval: Option<f64>,

@@ -150,6 +150,14 @@ pub(crate) struct CallScopeRule {
     pub(crate) name: Vec<Source>,
 }
 
+/// The part of the name of a rule's scope that a request tells.
+#[derive(PartialEq)]
+struct ToldScope {
+    name: String,
+    /// True if it is the name, and calls with it belong to the scope.
+    is_whole: bool,
+}
+
 /// A number, or the place of one.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum NumberSource {
@@ -262,19 +270,45 @@ impl VerdictRules {
     pub fn call_scope(&self, request: &RequestFacts<'_>, provider: Key) -> CallScope {
         let mut route = ScopeHasher::new(provider);
         route.add_route(request.method.as_str(), request.path);
-        let Some((rule, captures)) = self.scope_rule(request) else {
-            return CallScope { route: route.finish(), key: 0, is_learnt: false };
-        };
-        let exchange = Exchange { request, reply: None, captures: &captures };
-        let is_learnt = rule.name.iter().any(Source::is_in_reply);
-        if is_learnt {
-            // What the request tells of the name tells routes apart.
-            let own = rule.name.iter().filter(|source| !source.is_in_reply());
-            own.filter_map(|source| source.name(&exchange)).for_each(|name| route.add(&name));
+        // What a request tells of the names of scopes tells routes apart.
+        let told_by_rules = self.rule_scopes(request);
+        told_by_rules.iter().for_each(|told| route.add(&told.name));
+        if let Some((rule, captures)) = self.scope_rule(request) {
+            let exchange = Exchange { request, reply: None, captures: &captures };
+            if rule.name.iter().any(Source::is_in_reply) {
+                let own = rule.name.iter().filter(|source| !source.is_in_reply());
+                own.filter_map(|source| source.name(&exchange)).for_each(|name| route.add(&name));
+                return CallScope { route: route.finish(), is_learnt: true, ..CallScope::default() };
+            }
+            if let Some(name) = scope_name(&rule.name, &exchange) {
+                return CallScope { route: route.finish(), key: scope_key(&name, provider), ..CallScope::default() };
+            }
         }
-        let name = if is_learnt { None } else { scope_name(&rule.name, &exchange) };
-        let key = name.map_or(0, |name| scope_key(&name, provider));
-        CallScope { route: route.finish(), key, is_learnt }
+        let route = route.finish();
+        match told_by_rules.split_first() {
+            None => CallScope { route, ..CallScope::default() },
+            Some((first, others)) if first.is_whole && others.iter().all(|other| other == first) => {
+                CallScope { route, key: scope_key(&first.name, provider), closes_only: true, ..CallScope::default() }
+            }
+            Some(_) => CallScope { route, is_learnt: true, closes_only: true, ..CallScope::default() },
+        }
+    }
+
+    /// The scopes that rules may find in the reply to a request.
+    fn rule_scopes(&self, request: &RequestFacts<'_>) -> Vec<ToldScope> {
+        let told_scope = |rule: &Rule| {
+            let RuleScope::Named(parts) = &rule.scope else { return None };
+            let when = rule.when.iter().find(|when| when.request.holds(request))?;
+            let exchange = Exchange { request, reply: None, captures: &when.captures(request) };
+            let own = parts.iter().filter(|part| !part.is_in_reply()).map(|part| part.name(&exchange));
+            let name = own.collect::<Option<Vec<_>>>()?.join("/");
+            // A fixed name says nothing about the requests that belong to it, unless the rule asks for some.
+            let tells_requests = || parts.iter().any(|part| !matches!(part, Source::Text(_)));
+            let is_whole = !parts.iter().any(Source::is_in_reply)
+                && (when.request != RequestCondition::default() || tells_requests());
+            Some(ToldScope { name, is_whole })
+        };
+        self.rules.iter().filter_map(told_scope).collect()
     }
 
     /// The longest body of the reply that some rule asks for. `None` if no rule does, or the reply is a stream or encoded.

@@ -13,6 +13,7 @@ pub struct InFlight {
     charged_lane: Lane,
     credential: usize,
     cost: u64,
+    /// The scope whose limits were charged; 0 if it has none.
     scope: u64,
     charged_at: Time,
     counted_at: Time,
@@ -27,7 +28,8 @@ impl Call {
             debug_assert_eq!(streaming_credential, credential);
             (self.stage, streaming_lane) = (CallStage::Idle, Some(lane));
         }
-        let Self { is_tunnel, charged_lane, charged_scope: scope, cost, charged_at, counted_at, .. } = *self;
+        let Self { is_tunnel, charged_lane, charged_scope, cost, charged_at, counted_at, .. } = *self;
+        let scope = charged_scope.counted();
         InFlight { streaming_lane, is_tunnel, charged_lane, credential, cost, scope, charged_at, counted_at }
     }
 }

@@ -6,7 +6,7 @@ use core::time::Duration;
 use rand_core::Rng;
 
 use super::routes::Routes;
-use super::scopes::Scopes;
+use super::scopes::{ChargedScope, Scopes};
 use super::{CallFailure, CallRules, MAX_LEAD, ProviderStats};
 use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
@@ -177,8 +177,8 @@ impl ProviderState {
         self.lanes.clear_all_refusals();
     }
 
-    /// The number of scopes that are closed now, each with each credential.
-    pub fn closed_scopes(&self, now: Time) -> usize {
+    /// The scopes that replies keep closed now: their keys, each with its credential and its end.
+    pub fn closed_scopes(&self, now: Time) -> impl Iterator<Item = (u64, usize, Time)> {
         self.scopes.closed(now)
     }
 
@@ -234,22 +234,23 @@ impl ProviderState {
         }
     }
 
-    /// The next credential to try for a scope (0 for none), except those that are excluded.
+    /// The next credential to try for a scope, except those that are excluded.
     pub(super) fn credential_except(
         &mut self,
         is_excluded: impl Fn(usize) -> bool,
-        scope: u64,
+        scope: ChargedScope,
         cost: u64,
         now: Time,
         rng: &mut impl Rng,
     ) -> Option<usize> {
-        let tracks = !self.remaining_trackers.is_empty();
+        let is_counted = scope.counted() != 0;
+        let tracks = is_counted && !self.remaining_trackers.is_empty();
         loop {
             let Self { pool, scopes, .. } = self;
-            let mut is_free = |it| scope == 0 || scopes.free_at(scope, it, cost, tracks, now) <= now;
+            let mut is_free = |it| scope.is_none() || scopes.free_at(scope.key, it, cost, tracks, now) <= now;
             let credential =
                 pool.next_except(|credential| is_excluded(credential) || !is_free(credential), now, rng)?;
-            if scope != 0 || self.has_enough_left(credential, cost, now) {
+            if is_counted || self.has_enough_left(credential, cost, now) {
                 return Some(credential);
             }
         }

@@ -1,6 +1,6 @@
 //! The refusals of a call's turn: the wait until its next turn, or its failure.
 
-use super::scopes::Scopes;
+use super::scopes::{ChargedScope, Scopes};
 use super::{Call, CallFailure, CallProgress, CallRules, MIN_CREDENTIAL_WAIT, Measure, ProviderState};
 use crate::lanes::{Refusal, RefusalScope, WaitReason};
 use crate::{LimitId, LimitKind, Span, Time};
@@ -123,31 +123,42 @@ impl ProviderState {
         now: Time,
     ) -> bool {
         let until = refused.until(rules, self).max(now + MIN_CREDENTIAL_WAIT);
-        self.scopes.close(scope, credential, until, false, now)
+        if let Some(LimitKind::Cooldown(_)) = refused.kind {
+            return self.scopes.close(scope, credential, until, false, now);
+        }
+        let closed_until = refused.closed_until(rules, self);
+        let refusal = Refusal { until, closed_until, reason: refused.reason(), scope: RefusalScope::Part };
+        self.scopes.set_full(scope, credential, refusal, now)
     }
 
-    /// The refusal while none of the other credentials is good for a scope (0 for none).
+    /// The refusal while none of the other credentials is good for a scope.
     #[cold]
     pub(super) fn no_credential_except(
         &mut self,
         is_excluded: impl Fn(usize) -> bool,
-        scope: u64,
+        scope: ChargedScope,
         cost: u64,
         now: Time,
     ) -> Refusal {
-        let tracks = !self.remaining_trackers.is_empty();
+        let tracks = scope.counted() != 0 && !self.remaining_trackers.is_empty();
         let Self { pool, scopes, routes, .. } = self;
         let candidates =
             (0..pool.size()).filter(|it| !is_excluded(*it) && (pool.size() == 1 || routes.is_enabled(*it, now)));
         let free_at = |credential: usize, scopes: &mut Scopes| {
-            let in_scope = if scope == 0 { now } else { scopes.free_at(scope, credential, cost, tracks, now) };
+            let in_scope = if scope.is_none() { now } else { scopes.free_at(scope.key, credential, cost, tracks, now) };
             // A credential that is busy becomes free at an unknown time.
             let unknown = if pool.is_busy(credential) { now + BUSY_RECHECK_INTERVAL } else { now };
             pool.closing_end(credential).unwrap_or(unknown).max(in_scope)
         };
-        let closed_until = |credential: usize, scopes: &Scopes| match scope {
+        let closed_until = |credential: usize, scopes: &Scopes| match scope.key {
             0 => Time::ZERO,
-            _ => scopes.closed_until(scope, credential),
+            key => scopes.closed_until(key, credential),
+        };
+        let reason = |credential: usize, until: Time, scopes: &Scopes| {
+            let in_scope = scopes.full_until(scope.key, credential, until);
+            let full = pool.full_until(credential).filter(|(_, full_until)| *full_until == until);
+            let of_credential = full.map(|(limit, _)| WaitReason::Limit { limit, calls: 1, every: Span::ZERO });
+            in_scope.or(of_credential).unwrap_or(WaitReason::Credentials)
         };
         let mut refusal = Refusal {
             until: Time::NEVER,
@@ -156,7 +167,10 @@ impl ProviderState {
             scope: RefusalScope::Part,
         };
         for credential in candidates {
-            refusal.until = refusal.until.min(free_at(credential, scopes));
+            let until = free_at(credential, scopes);
+            if until < refusal.until {
+                (refusal.until, refusal.reason) = (until, reason(credential, until, scopes));
+            }
             refusal.closed_until = refusal.closed_until.min(closed_until(credential, scopes));
         }
         refusal.closed_until = refusal.closed_until.min(refusal.until);

@@ -2,6 +2,7 @@
 
 use rand_core::Rng;
 
+use super::routes::Rejection;
 use super::{
     AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NO_CREDENTIAL, NextStep,
     ProviderState, SentRequest, push_required,
@@ -132,7 +133,7 @@ impl Call {
         if !self.rejected.push(credential) {
             return false;
         }
-        let (rejected, scope) = (self.rejected, self.scope_key(rules, state));
+        let (rejected, scope) = (self.rejected, self.current_scope(rules, state));
         let is_rejected = |it: usize| rejected.contains(it);
         let has_other = state.credential_except(is_rejected, scope, self.cost, now, rng).is_some()
             || state.routes.has_other(is_rejected, now)
@@ -166,16 +167,17 @@ impl Call {
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }
-        self.report_to_breaker(state, permit, &sent, verdict, now, rng);
+        let is_one_route = self.report_to_breaker(state, permit, &sent, verdict, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
         if state.round_trips.record_end(sent.sent_at, reply.delivery, class, now) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();
         }
         self.learn_remaining(state, &sent, reply, Remaining { calls: calls_left, ..verdict.remaining }, now);
         let is_alone = rules.credential_keys.len() == 1;
-        if let Some(pace) = state.pace_of_mut(sent.scope, now) {
+        let counted = sent.scope.counted();
+        if let Some(pace) = state.pace_of_mut(counted, now) {
             pace.ended(sent.sent_at, class, calls_left.filter(|_| is_alone), now, rng);
-            match sent.scope {
+            match counted {
                 0 => state.lanes.clear_refusals(),
                 _ => state.lanes.clear_scope_refusals(self.scope.queue_key()),
             }
@@ -209,11 +211,12 @@ impl Call {
                 }
             }
         }
-        self.close_and_open(rules, state, &sent, verdict, now);
+        self.close_and_open(rules, state, &sent, (verdict, is_one_route), now);
         Some(sent.credential)
     }
 
-    /// Tells the breaker. Calls that meet one announced pause are one event.
+    /// Tells the breaker. Calls that meet one announced pause are one event. Returns true if the route of the call fails
+    /// while others work.
     fn report_to_breaker(
         &self,
         state: &mut ProviderState,
@@ -222,23 +225,25 @@ impl Call {
         verdict: &Verdict,
         now: Time,
         rng: &mut impl Rng,
-    ) {
+    ) -> bool {
         let class = verdict.class;
-        let mut may_open = false;
+        let (mut may_open, mut is_one_route) = (false, false);
         if class.is_failure() {
             let is_pause = verdict.announced_wait().is_some();
             let is_outage = state.round_trips.record_failure(sent.sent_at, now)
                 || state.lanes.total_in_flight().saturating_sub(state.tunnels) <= 1;
-            let is_one_route = state.routes.record_failure(self.scope.route, now);
+            is_one_route = state.routes.record_failure(self.scope.route, now);
             may_open = (is_outage || is_pause) && !is_one_route;
             // The probe of a half-open breaker is sent after the last failure.
             if is_pause && state.breaker.has_failed_since(sent.sent_at, now) {
-                return state.breaker.give_back(permit);
+                state.breaker.give_back(permit);
+                return is_one_route;
             }
         } else if class.proves_provider() {
             state.routes.record_good(self.scope.route, sent.credential, class != Class::Auth, now);
         }
         state.breaker.report_beside(permit, (class, now.since(sent.sent_at)), may_open, now, rng);
+        is_one_route
     }
 
     /// Learns the remaining amounts that a reply reports, for its scope or for the credential.
@@ -251,14 +256,17 @@ impl Call {
         now: Time,
     ) {
         let was_answered = reply.delivery == Delivery::Answered;
-        if sent.scope != 0 {
+        let counted = sent.scope.counted();
+        if !sent.scope.is_none() {
+            state.lanes.clear_scope_refusals(self.scope.queue_key());
+        }
+        if counted != 0 {
             let told = match self.told_scope(&reply.verdict) {
                 Scope::Named(key) => key,
-                Scope::Call | Scope::Credential | Scope::Provider => sent.scope,
+                Scope::Call | Scope::Credential | Scope::Provider => counted,
             };
             let request = (self.cost, (sent.sent_at, sent.ended_before), was_answered);
-            state.scopes.record_end([sent.scope, told], sent.credential, request, remaining, now);
-            state.lanes.clear_scope_refusals(self.scope.queue_key());
+            state.scopes.record_end([counted, told], sent.credential, request, remaining, now);
         } else if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
             tracker.record_end(self.cost, (sent.sent_at, sent.ended_before), was_answered, remaining);
             if self.has_reservation {
@@ -268,10 +276,11 @@ impl Call {
         }
     }
 
-    /// The scope that a reply is about. A name counts only if calls learn theirs from replies: no other call waits for it.
+    /// The scope that a reply is about. Another name than that of the request counts only if calls learn theirs from
+    /// replies: no other call waits for it.
     fn told_scope(&self, verdict: &Verdict) -> Scope {
         match verdict.scope {
-            Scope::Named(_) if self.scope.key != 0 || !self.scope.is_learnt => Scope::Call,
+            Scope::Named(key) if key != self.scope.key && !self.scope.is_learnt => Scope::Call,
             scope => scope,
         }
     }
@@ -282,11 +291,15 @@ impl Call {
         rules: &CallRules,
         state: &mut ProviderState,
         sent: &SentRequest,
-        verdict: &Verdict,
+        (verdict, is_one_route): (&Verdict, bool),
         now: Time,
     ) {
-        let scope = self.told_scope(verdict);
-        if let Scope::Named(key) = scope {
+        let counted = sent.scope.counted();
+        let scope = match self.told_scope(verdict) {
+            Scope::Call if counted == 0 => Scope::Credential,
+            scope => scope,
+        };
+        if let (Scope::Named(key), true) = (scope, self.scope.is_learnt) {
             state.scopes.teach(self.scope.route, key);
         }
         let is_alone = rules.credential_keys.len() == 1;
@@ -297,7 +310,7 @@ impl Call {
             Class::Throttled | Class::Quota => {
                 let is_quota = verdict.class == Class::Quota;
                 let wait = if is_quota && wait.is_zero() { QUOTA_PROBE_INTERVAL } else { wait };
-                if !is_quota && sent.scope == 0 {
+                if !is_quota && scope == Scope::Credential {
                     state.double_lead(sent.sent_at, now);
                 }
                 let closing = if self.has_reservation { Closing::Reserved } else { Closing::Throttled };
@@ -305,14 +318,20 @@ impl Call {
                 if let Some(quota) = verdict.spent_quota {
                     state.pool.set_spent_quota(sent.credential, quota, now + wait);
                 } else if !wait.is_zero()
-                    && let Some(pace) = state.pace_of_mut(sent.scope, now).filter(|_| is_alone)
+                    && let Some(pace) = state.pace_of_mut(counted, now).filter(|_| is_alone)
                 {
                     pace.record_wait(wait, now);
                 }
             }
             Class::Unavailable | Class::Transient | Class::Unknown if !wait.is_zero() => {
                 // An outage isn't one of the credential.
-                let scope = if scope == Scope::Call && sent.scope == 0 { Scope::Provider } else { scope };
+                let scope = match scope {
+                    Scope::Credential if verdict.scope == Scope::Call => match is_one_route {
+                        true => return state.close_route(rules, sent, self.scope.route, wait, now),
+                        false => Scope::Provider,
+                    },
+                    scope => scope,
+                };
                 state.close(rules, sent, scope, Closing::Paused, wait, now);
             }
             // The end of the pause is another first call.
@@ -326,17 +345,21 @@ impl Call {
                     );
                 }
                 if sent.scope_generation > 0 {
-                    let key = rules.scope_key(sent.credential, sent.scope);
+                    let key = rules.scope_key(sent.credential, sent.scope.key);
                     let verb = Verb::Success { generation: sent.scope_generation };
                     // Without it, the next closing lasts longer.
                     let _ = state.updates().push(cooldown_op(rules, key, verb));
                 }
             }
             Class::Auth if !rules.can_renew_login || self.has_renewed(sent.credential) => {
-                let is_rejected = state.routes.record_rejection(self.scope.route, sent.credential, now);
-                // Without routes, a credential that another one replaces for the same request is known to be rejected.
-                if is_rejected && !(verdict.rejects_credential && self.scope.route == 0) {
-                    disable_credential(rules, state, sent.credential, now);
+                match state.routes.record_rejection(self.scope.route, sent.credential, now) {
+                    // Without routes, a credential that another one replaces for the same request is known to be rejected.
+                    Rejection::OfCredential if verdict.rejects_credential && self.scope.route == 0 => {}
+                    Rejection::OfCredential => disable_credential(rules, state, sent.credential, now),
+                    Rejection::AtRoute if counted == 0 && self.scope.key == 0 => {
+                        state.reject_at_route(self.scope.route, sent.credential, now);
+                    }
+                    Rejection::AtRoute | Rejection::Unknown => {}
                 }
             }
             _ => {}
@@ -350,11 +373,17 @@ impl Call {
             }
         }
         // Where the amounts are learnt, they tell it, and newer replies correct them.
-        let is_learnt = sent.scope != 0 || state.remaining_trackers.get(sent.credential).is_some();
-        let is_known = is_learnt && (verdict.remaining.calls.is_some() || verdict.remaining.cost.is_some());
+        let is_known =
+            rules.tracks_remaining && (verdict.remaining.calls.is_some() || verdict.remaining.cost.is_some());
         if let Some(until) = verdict.spent_until.filter(|until| *until > now && !state.gives_reservations && !is_known)
         {
-            state.pool.set_cooling_until(sent.credential, until, now);
+            let key = match scope {
+                Scope::Named(key) if counted != 0 => key,
+                _ => counted,
+            };
+            if key == 0 || !state.scopes.close(key, sent.credential, until, key != counted, now) {
+                state.pool.set_cooling_until(sent.credential, until, now);
+            }
         }
     }
 
@@ -403,11 +432,11 @@ impl ProviderState {
     /// Closes a scope for a wait, here and in the store. Zero is the length that the store chooses.
     fn close(&mut self, rules: &CallRules, sent: &SentRequest, scope: Scope, closing: Closing, wait: Span, now: Time) {
         let key = match scope {
-            Scope::Call => sent.scope,
+            Scope::Call => sent.scope.key,
             Scope::Named(key) => key,
             Scope::Credential | Scope::Provider => 0,
         };
-        let is_other = key != 0 && key != sent.scope;
+        let is_other = key != 0 && key != sent.scope.key;
         // The request hasn't passed the gate of another scope, so that it can't lengthen its closings.
         let wait = if is_other && wait.is_zero() { OTHER_SCOPE_CLOSING } else { wait };
         let free_at = now + wait;
@@ -450,6 +479,27 @@ impl ProviderState {
                 let op = cooldown_op(rules, rules.credential_keys[other], Verb::Debit);
                 let _ = self.updates().push(Op { cost: wait.as_micros(), ..op });
             }
+        }
+    }
+}
+
+impl ProviderState {
+    /// Closes a route for all credentials. Calls of it wait together from now on, beside the others.
+    fn close_route(&mut self, rules: &CallRules, sent: &SentRequest, route: u64, wait: Span, now: Time) {
+        self.scopes.teach(route, route);
+        self.close(rules, sent, Scope::Named(route), Closing::Paused, wait, now);
+        for other in (0..rules.credential_keys.len()).filter(|other| *other != sent.credential) {
+            // Without room, each finds out by itself.
+            self.scopes.close(route, other, now + wait, true, now);
+        }
+    }
+
+    /// Leaves a credential out at a route, for which others are accepted, unless it is the last there.
+    fn reject_at_route(&mut self, route: u64, credential: usize, now: Time) {
+        let Self { scopes, routes, .. } = self;
+        let is_closed = |it: usize| it == credential || scopes.closed_until(route, it) > now;
+        if routes.has_other(is_closed, now) && scopes.teach_itself(route) {
+            scopes.close(route, credential, now + DISABLE_TIME, true, now);
         }
     }
 }

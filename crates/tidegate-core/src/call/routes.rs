@@ -39,6 +39,18 @@ struct CredentialRecord {
     rejected_at: u64,
 }
 
+/// The meaning of the rejection of a credential.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rejection {
+    /// Unknown: no other credential is known to be accepted there, or there is no other.
+    Unknown,
+    /// It may not be used at this route, where others succeed. A caller may have chosen the path.
+    AtRoute,
+    /// It was rejected at two routes at which others succeed, since its last success. Or the route is unknown, so that
+    /// routes can't tell.
+    OfCredential,
+}
+
 /// The latest replies by route.
 #[derive(Debug, Default)]
 pub(super) struct Routes {
@@ -96,20 +108,21 @@ impl Routes {
             && self.good.iter().filter(is_recent).any(|good| good.route != route)
     }
 
-    /// Records that a credential was rejected. Returns true if that was at two routes, at which others succeed, since its
-    /// last success: the credential is rejected, and not the path that a caller has chosen. Without a route it can't be told.
+    /// Records that a credential was rejected, and returns what that says about it.
     #[cold]
-    pub(super) fn record_rejection(&mut self, route: u64, credential: usize, now: Time) -> bool {
+    pub(super) fn record_rejection(&mut self, route: u64, credential: usize, now: Time) -> Rejection {
         let is_good = |good: &GoodReply| {
             good.route == route && good.credential != credential && good.at <= now && now < good.at + MEMORY
         };
         let others_succeed = self.good.iter().any(is_good);
-        let Some(record) = self.credentials.get_mut(credential) else { return false };
-        let is_second = others_succeed && record.rejected_at != 0 && record.rejected_at != route;
-        if others_succeed {
-            record.rejected_at = route;
+        match self.credentials.get_mut(credential) {
+            Some(_) if route == 0 => Rejection::OfCredential,
+            Some(record) if others_succeed => {
+                let before = core::mem::replace(&mut record.rejected_at, route);
+                if before != 0 && before != route { Rejection::OfCredential } else { Rejection::AtRoute }
+            }
+            _ => Rejection::Unknown,
         }
-        is_second || route == 0
     }
 
     /// True if the credential has just been accepted for another request.
@@ -172,15 +185,16 @@ mod tests {
     #[test]
     fn a_credential_is_rejected_at_two_routes_at_which_others_succeed() {
         let mut routes = Routes::new(2);
-        assert!(!routes.record_rejection(1, 1, at(0)), "nobody succeeds there");
+        let unknown = Rejection::Unknown;
+        assert_eq!(routes.record_rejection(1, 1, at(0)), unknown, "nobody succeeds there");
         routes.record_good(1, 0, true, at(0));
         routes.record_good(2, 0, true, at(0));
-        assert!(!routes.record_rejection(1, 1, at(1)));
-        assert!(!routes.record_rejection(1, 1, at(2)), "a path of the caller's choice");
-        assert!(!routes.record_rejection(3, 1, at(3)), "nobody succeeds there");
-        assert!(routes.record_rejection(2, 1, at(4)));
+        assert_eq!(routes.record_rejection(1, 1, at(1)), Rejection::AtRoute);
+        assert_eq!(routes.record_rejection(1, 1, at(2)), Rejection::AtRoute, "a path of the caller's choice");
+        assert_eq!(routes.record_rejection(3, 1, at(3)), unknown, "nobody succeeds there");
+        assert_eq!(routes.record_rejection(2, 1, at(4)), Rejection::OfCredential);
         routes.record_good(1, 1, true, at(5));
-        assert!(!routes.record_rejection(2, 1, at(6)), "it has succeeded since");
+        assert_eq!(routes.record_rejection(2, 1, at(6)), Rejection::AtRoute, "it has succeeded since");
         assert!(routes.works(1, at(5)) && !routes.works(1, at(6)));
     }
 

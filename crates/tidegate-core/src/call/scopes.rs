@@ -7,6 +7,7 @@ use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use core::time::Duration;
 
+use crate::lanes::{Refusal, WaitReason};
 use crate::remaining::{EndedTotals, RemainingTracker};
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Pace, Remaining, Span, Time};
@@ -36,9 +37,16 @@ pub struct CallScope {
     pub key: u64,
     /// True if replies name the scope of the route.
     pub is_learnt: bool,
+    /// True if the scope is only closed: allowances, limits and the pace are those of the credential.
+    pub closes_only: bool,
 }
 
 impl CallScope {
+    /// The scope of the calls of a route that replies close.
+    pub(super) fn of_closed_route(route: u64) -> Self {
+        Self { route, key: 0, is_learnt: true, closes_only: true }
+    }
+
     /// The key of the calls that wait together: the scope, or the route if replies name that. 0 if there are no scopes.
     pub(super) fn queue_key(self) -> u64 {
         match self.key {
@@ -48,10 +56,31 @@ impl CallScope {
     }
 }
 
+/// The scope that an attempt is charged to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct ChargedScope {
+    /// Its key; 0 if it has none.
+    pub key: u64,
+    closes_only: bool,
+}
+
+impl ChargedScope {
+    /// The key of the scope that limits, allowances and the pace belong to; 0 if they belong to the credential.
+    pub(super) fn counted(self) -> u64 {
+        if self.closes_only { 0 } else { self.key }
+    }
+
+    pub(super) fn is_none(self) -> bool {
+        self.key == 0
+    }
+}
+
 /// A scope with one credential.
 #[derive(Clone, Debug, Default)]
 struct ScopeState {
     closed_until: Time,
+    /// The refusal of a limit of ours. The default is over.
+    full: Refusal,
     remaining: RemainingTracker,
     /// The pace of the scope's calls with all credentials, kept with [`PACED_CREDENTIAL`].
     pace: Option<Box<Pace>>,
@@ -62,7 +91,7 @@ struct ScopeState {
 
 impl ScopeState {
     fn is_idle(&self, now: Time) -> bool {
-        self.closed_until <= now && self.remaining.is_idle(now)
+        self.closed_until.max(self.full.until) <= now && self.remaining.is_idle(now)
     }
 }
 
@@ -76,12 +105,32 @@ pub(super) struct Scopes {
 }
 
 impl Scopes {
-    /// The key of the scope of a call; 0 if it has none.
-    pub(super) fn key_of(&self, scope: CallScope) -> u64 {
-        match scope.key {
+    /// The scope that a call is charged to.
+    pub(super) fn charged_to(&self, scope: CallScope) -> ChargedScope {
+        let key = match scope.key {
+            // What isn't taught isn't closed.
+            0 if scope.closes_only => self.routes.get(&scope.route).copied().unwrap_or(0),
             0 if scope.is_learnt => self.routes.get(&scope.route).copied().unwrap_or(scope.route),
             key => key,
+        };
+        ChargedScope { key, closes_only: scope.closes_only }
+    }
+
+    /// True if the calls of a route belong to a scope that is closed with some credential.
+    pub(super) fn is_route_closed(&mut self, route: u64, now: Time) -> bool {
+        if self.routes.is_empty() {
+            return false;
         }
+        let Some(key) = self.routes.get(&route).copied() else { return false };
+        let is_closed = self.with_all_credentials(key).any(|state| state.closed_until > now);
+        if !is_closed {
+            self.routes.remove(&route);
+        }
+        is_closed
+    }
+
+    fn with_all_credentials(&self, key: u64) -> impl Iterator<Item = &ScopeState> {
+        self.states.range((key, 0)..=(key, u16::MAX)).map(|(_, state)| state)
     }
 
     /// Learns that the calls of a route belong to a scope.
@@ -96,20 +145,46 @@ impl Scopes {
         self.routes.insert(route, key);
     }
 
+    /// Makes a route a scope of its own. Returns false if it belongs to another.
+    pub(super) fn teach_itself(&mut self, route: u64) -> bool {
+        let is_free = self.routes.get(&route).is_none_or(|key| *key == route);
+        if is_free {
+            self.teach(route, route);
+        }
+        is_free
+    }
+
     /// The time at which a call of this cost may use the scope with this credential; `now` if it may.
     pub(super) fn free_at(&mut self, key: u64, credential: usize, cost: u64, tracks: bool, now: Time) -> Time {
         let Some(state) = self.states.get_mut(&(key, credential as u16)) else { return now };
         // The times are in the far future if the clock has stepped back since.
         if state.used_at > now + MAX_CLOCK_LAG {
-            (state.closed_until, state.used_at) = (Time::ZERO, now);
+            (state.closed_until, state.full, state.used_at) = (Time::ZERO, Refusal::default(), now);
         }
         let free_at = if tracks { state.remaining.free_at(cost, now) } else { now };
-        free_at.max(state.closed_until).max(now)
+        free_at.max(state.closed_until).max(state.full.until).max(now)
     }
 
     /// The time until which the scope is certainly closed with this credential. [`Time::ZERO`] if it isn't.
     pub(super) fn closed_until(&self, key: u64, credential: usize) -> Time {
-        self.states.get(&(key, credential as u16)).map_or(Time::ZERO, |state| state.closed_until)
+        let state = self.states.get(&(key, credential as u16));
+        state.map_or(Time::ZERO, |state| state.closed_until.max(state.full.closed_until))
+    }
+
+    /// The limit of ours by which the scope is closed with this credential until this time.
+    pub(super) fn full_until(&self, key: u64, credential: usize, until: Time) -> Option<WaitReason> {
+        let state = self.states.get(&(key, credential as u16))?;
+        (state.full.until == until).then_some(state.full.reason)
+    }
+
+    /// Records that a limit of ours has no room in the scope with this credential. Returns false if there is no room for
+    /// another scope.
+    pub(super) fn set_full(&mut self, key: u64, credential: usize, refusal: Refusal, now: Time) -> bool {
+        let Some(state) = self.state_mut(key, credential, false, now) else { return false };
+        if refusal.until > state.full.until {
+            state.full = refusal;
+        }
+        true
     }
 
     /// Closes the scope with this credential, if no later end is known. Returns false if there is no room for another scope.
@@ -173,9 +248,11 @@ impl Scopes {
         *self = Self::default();
     }
 
-    /// The number of scopes that are closed, each with each credential.
-    pub(super) fn closed(&self, now: Time) -> usize {
-        self.states.values().filter(|state| state.closed_until > now).count()
+    /// The scopes that are closed, each with its credential and the end of its closing.
+    pub(super) fn closed(&self, now: Time) -> impl Iterator<Item = (u64, usize, Time)> {
+        let all =
+            self.states.iter().map(|(&(key, credential), state)| (key, usize::from(credential), state.closed_until));
+        all.filter(move |(_, _, until)| *until > now)
     }
 
     /// The state of a scope with a credential, a new one if need be. `None` if there is no room.
@@ -227,12 +304,26 @@ mod tests {
     #[test]
     fn a_route_leads_to_its_learnt_scope() {
         let mut scopes = Scopes::default();
-        let call = CallScope { route: 7, key: 0, is_learnt: true };
-        assert_eq!([scopes.key_of(call), call.queue_key()], [7, 7], "until it is known");
+        let call = CallScope { route: 7, is_learnt: true, ..CallScope::default() };
+        let closed = CallScope::of_closed_route(7);
+        let charged = |scopes: &Scopes, call| [scopes.charged_to(call).key, scopes.charged_to(call).counted()];
+        assert_eq!((charged(&scopes, call), call.queue_key()), ([7, 7], 7), "until it is known");
+        assert_eq!((charged(&scopes, closed), closed.queue_key()), ([0, 0], 7));
         scopes.teach(7, 99);
-        assert_eq!([scopes.key_of(call), call.queue_key()], [99, 7]);
-        assert_eq!(scopes.key_of(CallScope { key: 5, ..call }), 5, "the request names it");
-        assert_eq!(scopes.key_of(CallScope { route: 7, ..CallScope::default() }), 0);
+        assert_eq!((charged(&scopes, call), call.queue_key()), ([99, 99], 7));
+        assert_eq!((charged(&scopes, closed), closed.queue_key()), ([99, 0], 7));
+        assert_eq!(charged(&scopes, CallScope { key: 5, ..call }), [5, 5], "the request names it");
+        assert_eq!(charged(&scopes, CallScope { route: 7, ..CallScope::default() }), [0, 0]);
+    }
+
+    #[test]
+    fn a_closed_route_is_forgotten_once_it_is_open() {
+        let mut scopes = Scopes::default();
+        assert!(!scopes.is_route_closed(7, at(0)));
+        scopes.teach(7, 7);
+        assert!(scopes.close(7, 1, at(5), true, at(0)));
+        assert_eq!([scopes.is_route_closed(7, at(4)), scopes.is_route_closed(8, at(4))], [true, false]);
+        assert_eq!([scopes.is_route_closed(7, at(5)), scopes.routes.is_empty()], [false, true]);
     }
 
     #[test]

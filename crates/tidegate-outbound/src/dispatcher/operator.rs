@@ -34,8 +34,13 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
 
     /// Forgets failures, here and in the store.
     pub(crate) async fn reset(self: &Arc<Self>) -> Result<(), StoreError> {
+        let closed_scopes = {
+            let (dispatcher, now) = self.lock_for_step();
+            let closed = dispatcher.context.state.closed_scopes(now);
+            closed.map(|(scope, credential, _)| self.rules.scope_key(credential, scope)).collect::<Vec<_>>()
+        };
         // The store comes first. Otherwise a call could learn of an old cool-down again.
-        for keys in self.rules.credential_keys.chunks(MAX_OPS) {
+        for keys in [&*self.rules.credential_keys, &closed_scopes].into_iter().flat_map(|keys| keys.chunks(MAX_OPS)) {
             let mut batch =
                 Batch::new(0).with_ops(keys.iter().map(|key| Op::new(self.rules.cooldown, Verb::Reset, *key, 1)));
             batch.set_affinity(self.rules.affinity());

@@ -155,7 +155,8 @@ pub(crate) struct RequestCondition {
 }
 
 impl RequestCondition {
-    fn holds(&self, request: &RequestFacts<'_>) -> bool {
+    /// True if all hold.
+    pub(crate) fn holds(&self, request: &RequestFacts<'_>) -> bool {
         let json = || request.body.as_ref().and_then(Document::json);
         (self.methods.is_empty() || self.methods.contains(request.method))
             && (self.hosts.is_empty()

@@ -147,7 +147,8 @@ async fn cooling_credentials_give_429_with_earliest_time() {
     let answer = gateway.ask(get("/api/x")).await;
     assert_eq!((status(&answer), body(&answer)), (429, "slow down"), "the last of two credentials' replies");
     assert_eq!(api.count(), 2);
-    let body = "{\"error\":\"CredentialsCoolingError\",\"message\":\"api: all credentials are cooling down\",\
+    let body = "{\"error\":\"CredentialsCoolingError\",\"message\":\"api: the provider has asked for \
+        pauses: no credential is usable for this call before its deadline\",\
         \"provider\":\"api\",\"retry_after\":3,\"earliest\":\"2026-01-01 00:00:03Z\",\"attempts\":0}";
     let answer = undated(&gateway.ask(get("/api/x")).await);
     assert_eq!(answer, error("429 Too Many Requests", Some(3), 0, body));
@@ -187,7 +188,10 @@ async fn throttled_replies_are_passed_on_with_a_wait() {
         let next = json(&gateway.ask(get("/api/x")).await);
         // There are no credentials that could cool down.
         assert_eq!(next["error"], "RateLimitedError");
-        assert_eq!(next["message"], "api: the provider has throttled calls and takes none before the deadline");
+        assert_eq!(
+            next["message"],
+            "api: the provider has asked for a pause and takes no such call before the deadline"
+        );
         assert_eq!(next["retry_after"].to_string(), wait);
     }
 }

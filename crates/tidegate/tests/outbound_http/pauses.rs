@@ -300,15 +300,128 @@ async fn spent_money_leaves_the_credential_out() {
     assert_eq!(only.count(), 1, "it isn't sent again");
 }
 
+/// The scope of a rule is told by the request, or learnt by the route of the reply that names it.
 #[tokio::test(start_paused = true)]
-async fn a_named_scope_that_no_call_learns_closes_the_credential() {
-    let api = Api::new(|number, _| answer(if number == 0 { 403 } else { 200 }, &[], "slow"));
-    let rule = "timeout = \"60s\"\n\
-        rule = [{ when = { status = 403 }, is = \"throttled\", wait = \"5s\", scope = [\"orders\"] }]";
-    let service = layer(rule).layer(api.clone());
+async fn the_scope_of_a_rule_closes_only_its_calls() {
+    let by_path = "request = { path = \"/device/{token}\" }";
+    for (condition, name, same, other) in [
+        ("", "\"orders\"", "/orders/2", "/items/1"),
+        ("", "\"header x-part\"", "/orders/2", "/items/1"),
+        (by_path, "\"path {token}\"", "/device/a", "/device/b"),
+        (by_path, "\"devices\"", "/device/b", "/items/1"),
+    ] {
+        let api = Api::new(|number, _| {
+            answer(if number == 0 { 403 } else { 200 }, &[("x-part", "one"), ("x-ratelimit-remaining", "9")], "slow")
+        });
+        let rule = format!(
+            "timeout = \"60s\"\nlearn_limits = true\n\
+             rule = [{{ when = {{ status = 403, {condition} }}, is = \"throttled\", wait = \"5s\", scope = [{name}] }}]"
+        );
+        let layer = layer(&rule);
+        let service = layer.layer(api.clone());
+        let began = now();
+        let first = if by_path == condition { "/device/a" } else { "/orders/1" };
+        let others = async {
+            tokio::time::sleep(secs(1)).await;
+            assert_eq!(status_of(&service, other).await, 200);
+            let passed = (now() - began).as_secs();
+            assert_eq!(layer.provider().local_report().closed_scopes, 1);
+            (passed, status_of(&service, same).await, (now() - began).as_secs())
+        };
+        let (first, others) = tokio::join!(status_of(&service, first), others);
+        assert_eq!((first, others), (200, (1, 200, 5)), "{condition} {name}");
+        assert_eq!(api.count(), 4);
+        let report = layer.provider().local_report();
+        assert_eq!((report.credential_states.usable, report.closed_scopes), (1, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_operator_opens_closed_scopes() {
+    let api = Api::new(|number, _| answer(if number == 0 { 429 } else { 200 }, &[("retry-after", "3000")], ""));
+    let scope = "scope = [{ name = [\"path {part}\"], path = \"/{part}/**\" }]";
+    let layer = layer(scope);
+    let service = layer.layer(api.clone());
+    assert_eq!([status_of(&service, "/a/1").await, status_of(&service, "/a/1").await], [429, 429]);
+    layer.provider().reset().await.unwrap();
+    assert_eq!((status_of(&service, "/a/1").await, api.count()), (200, 2));
+}
+
+/// A limit of ours says so, also if each scope has its own count.
+#[tokio::test(start_paused = true)]
+async fn a_scope_that_is_full_by_an_own_limit_names_it() {
+    for limit in ["scope_limit", "credential_scope_limit"] {
+        let api = Api::new(|_, _| status(200));
+        let scope = "scope = [{ name = [\"path {part}\"], path = \"/{part}/**\" }]\ntimeout = \"1s\"";
+        let layer = layer(&format!("{limit} = \"1 per 60s\"\n{BEARER}\n{scope}"));
+        let service = layer.layer(api.clone());
+        assert_eq!([status_of(&service, "/a/1").await, status_of(&service, "/b/1").await], [200, 200]);
+        for _ in 0..2 {
+            let error = ask(&service, get("/a/2")).await.unwrap_err();
+            let names_limit =
+                matches!(&error, OutboundError::Call(error) if matches!(error.kind, CallErrorKind::RateLimited { .. }));
+            assert!(names_limit, "{limit}: {error}");
+        }
+        assert_eq!(layer.provider().local_report().closed_scopes, 0, "the provider closes nothing");
+    }
+}
+
+/// Without `learn_limits`, a report that nothing is left closes the scope that it is about.
+#[tokio::test(start_paused = true)]
+async fn a_spent_scope_is_closed_also_if_limits_are_not_learnt() {
+    let api = Api::new(|number, _| {
+        answer(200, if number == 0 { &[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "5")] } else { &[] }, "")
+    });
+    let service = layer("timeout = \"60s\"\nscope = [{ name = [\"path {part}\"], path = \"/{part}/**\" }]");
+    let service = service.layer(api.clone());
     let began = now();
-    assert_eq!(status_of(&service, "/x").await, 200);
-    assert_eq!((api.count(), (now() - began).as_secs()), (2, 5));
+    for (path, at) in [("/a/1", 0), ("/b/1", 0), ("/a/1", 5)] {
+        assert_eq!((status_of(&service, path).await, (now() - began).as_secs()), (200, at), "{path}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_closed_path_doesnt_close_the_others() {
+    let is_outage = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let fails = Arc::clone(&is_outage);
+    let api = Api::new(move |_, arrived| match arrived.uri.contains("/bad") || fails.load(Ordering::Relaxed) {
+        true => answer(503, &[("retry-after", "600")], "closed"),
+        false => status(200),
+    });
+    let layer = layer(PAIR);
+    let service = layer.layer(api.clone());
+    assert_eq!(status_of(&service, "/good").await, 200);
+    for told in [503, 429, 429] {
+        assert_eq!([status_of(&service, "/bad/1").await, status_of(&service, "/good").await], [told, 200]);
+    }
+    assert_eq!(api.count(), 5, "the bad path is asked once");
+    tokio::time::sleep(secs(601)).await;
+    assert_eq!([status_of(&service, "/good").await, status_of(&service, "/bad/1").await], [200, 503]);
+    assert_eq!(api.count(), 7, "and again after its pause");
+    is_outage.store(true, Ordering::Relaxed);
+    assert_eq!([status_of(&service, "/good").await, status_of(&service, "/other").await], [503, 429]);
+    assert_eq!(api.count(), 8, "two paths that fail are an outage");
+}
+
+/// Only one path is called, and the good credentials are full for longer than any call waits.
+#[tokio::test(start_paused = true)]
+async fn a_revoked_credential_is_left_out_at_the_only_path() {
+    let began = now();
+    let api = Api::new(|_, arrived| if arrived.bearer().ends_with("-b") { status(401) } else { status(200) });
+    let api = api.taking(Duration::from_millis(30));
+    let layer = layer(&format!("timeout = \"300ms\"\ncredential_limit = \"5 per 1s\"\n{PAIR}"));
+    let service = layer.layer(api.clone());
+    let mut rejected = 0;
+    while now() - began < secs(20) {
+        if status_of(&service, "/only").await == 401 && now() - began > secs(2) {
+            rejected += 1;
+        }
+        // A call that can't be sent in time fails at once.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(rejected, 0);
+    let revoked = api.arrived().iter().filter(|arrived| arrived.bearer().ends_with("-b")).count();
+    assert!(revoked <= 5, "{revoked} requests");
 }
 
 #[tokio::test(start_paused = true)]
@@ -334,7 +447,7 @@ async fn calls_that_meet_all_limits_that_fit_have_no_scope() {
     let settings = "[outbound.provider.api]\nbase_url = \"https://api.test\"\nlimit = [".to_owned() + &limits + "]\n";
     let service = layer_of(&settings).layer(api.clone());
     let mut request = get("/x");
-    let scope = CallScope { route: 7, key: 9, is_learnt: false };
+    let scope = CallScope { route: 7, key: 9, ..CallScope::default() };
     request.extensions_mut().insert(CallOptions { scope, ..CallOptions::default() });
     assert_eq!(ask(&service, request).await.unwrap().status(), 200);
 }
