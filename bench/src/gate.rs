@@ -29,6 +29,8 @@ enum GateWork {
     Refused,
     DecisionApi,
     Outbound,
+    /// The same with rules and scopes.
+    OutboundRules,
     /// Admitted and refused requests, with and without metrics.
     MetricsAdmitted,
     MetricsRefused,
@@ -40,11 +42,12 @@ enum GateWork {
 }
 
 impl GateWork {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Admitted,
         Self::Refused,
         Self::DecisionApi,
         Self::Outbound,
+        Self::OutboundRules,
         Self::MetricsAdmitted,
         Self::MetricsRefused,
         Self::TlsHttp1,
@@ -59,6 +62,7 @@ impl GateWork {
             Self::Refused => "gate/refused",
             Self::DecisionApi => "gate/decision-api",
             Self::Outbound => "gate/outbound",
+            Self::OutboundRules => "gate/outbound-rules",
             Self::MetricsAdmitted => "gate/metrics-admitted",
             Self::MetricsRefused => "gate/metrics-refused",
             Self::TlsHttp1 => "gate/tls-http1",
@@ -96,7 +100,7 @@ impl GateWork {
             | Self::TlsResumed => WrkRequest::Get { path: ADMITTED_PATH, refused: false },
             Self::Refused | Self::MetricsRefused => WrkRequest::Get { path: "/refuse", refused: true },
             Self::DecisionApi => WrkRequest::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
-            Self::Outbound => WrkRequest::Get { path: "/api/page", refused: false },
+            Self::Outbound | Self::OutboundRules => WrkRequest::Get { path: "/api/page", refused: false },
         }
     }
 }
@@ -234,7 +238,9 @@ fn run(options: &Options, work: GateWork, rows: [&mut BenchRow; 2]) -> Result<()
             vec![(OURS, start_tidegate), ("nginx limit_req", start_nginx_limit_req), ("bare hyper 429", start_bare)]
         }
         GateWork::DecisionApi => vec![(OURS, start_tidegate), ("bare hyper POST", start_bare)],
-        GateWork::Outbound => vec![(OURS, start_tidegate), ("bare hyper-util proxy", start_bare)],
+        GateWork::Outbound | GateWork::OutboundRules => {
+            vec![(OURS, start_tidegate), ("bare hyper-util proxy", start_bare)]
+        }
         GateWork::MetricsAdmitted | GateWork::MetricsRefused => {
             vec![(OURS, start_tidegate), ("metrics off", start_without_metrics)]
         }
@@ -345,7 +351,12 @@ fn start_tidegate(folder: &TempFolder, work: GateWork, upstream: u16) -> Result<
         let tls = format!("[inbound]\ntls = {{ certificates = {certificate:?}, keys = {key:?} }}\n");
         return start_tidegate_with(folder, work, upstream, &POLICY.replacen("[inbound]\n", &tls, 1));
     }
-    start_tidegate_with(folder, work, upstream, if work == GateWork::Outbound { OUTBOUND_POLICY } else { POLICY })
+    let policy = match work {
+        GateWork::Outbound => OUTBOUND_POLICY.to_owned(),
+        GateWork::OutboundRules => OUTBOUND_POLICY.to_owned() + RULES,
+        _ => POLICY.to_owned(),
+    };
+    start_tidegate_with(folder, work, upstream, &policy)
 }
 
 fn start_without_metrics(folder: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
@@ -440,6 +451,27 @@ listen = "off"
 listen = "off"
 "#;
 
+/// Rules and scopes as a provider's documentation may ask for.
+const RULES: &str = r#"
+[[outbound.provider.api.rule]]
+when = { status = [400, 429], json = { "/errors/*/code" = "THROTTLED" } }
+is = "throttled"
+wait = ["json /errors/*/retryIn ms", "5s"]
+
+[[outbound.provider.api.rule]]
+when = { status = 403, text = "daily limit" }
+is = "quota"
+wait = "next day in America/New_York"
+
+[[outbound.provider.api.scope]]
+path = "/search/**"
+name = ["search"]
+
+[[outbound.provider.api.scope]]
+path = "/{part}/**"
+name = ["path {part}"]
+"#;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -448,7 +480,7 @@ mod tests {
 
     #[test]
     fn measured_gates_log_errors_only() {
-        for policy in [POLICY, OUTBOUND_POLICY] {
+        for policy in [POLICY, OUTBOUND_POLICY, &(OUTBOUND_POLICY.to_owned() + RULES)] {
             let policy = load_policy(&policy_text(policy, [1, 2, 3, 4]));
             assert_eq!(policy.log().level, LogLevel::Error);
         }

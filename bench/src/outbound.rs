@@ -49,7 +49,8 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
         });
         offer("breaker-layer", 20_000, &|| vec![breaker_layer(), tower_resilience::breaker()]);
         offer("call", 5_000, &|| {
-            vec![calls(LimitChoice::Window), calls(LimitChoice::Rate), tower_resilience::breaker_and_limiter()]
+            let ours = [LimitChoice::Window, LimitChoice::Rate, LimitChoice::Scoped].map(calls);
+            ours.into_iter().chain([tower_resilience::breaker_and_limiter()]).collect()
         });
     }
     if options.wants("outbound/call/allocations") {

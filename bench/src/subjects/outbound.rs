@@ -12,7 +12,7 @@ use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
 use tidegate::clock::SystemClock;
 use tidegate::layers::BreakerLayer;
-use tidegate::outbound::{Attempt, AttemptOutcome, CallOptions, Outbound, Provider, Upstream};
+use tidegate::outbound::{Attempt, AttemptOutcome, CallOptions, CallScope, Outbound, Provider, Upstream};
 use tidegate::{Clock, Time};
 use tidegate_core::breaker::ExclusiveAccess;
 use tidegate_core::call::AttemptReport;
@@ -54,22 +54,27 @@ pub enum LimitChoice {
     Window,
     /// A rate.
     Rate,
+    /// The window, for calls that have a scope.
+    Scoped,
 }
 
 /// Returns whole calls to a provider with a limit, two credentials and defaults for the rest, around an upstream that
 /// replies at once.
-pub fn calls(limit: LimitChoice) -> Box<dyn Subject> {
-    let (name, limit) = match limit {
+pub fn calls(choice: LimitChoice) -> Box<dyn Subject> {
+    let (name, limit) = match choice {
         LimitChoice::Window => (OURS, "1000000000 per 10s"),
         LimitChoice::Rate => ("tidegate (rate)", "1 per 1s burst 1000000000"),
+        LimitChoice::Scoped => ("tidegate (scope)", "1000000000 per 10s"),
     };
+    let key = if choice == LimitChoice::Scoped { 7 } else { 0 };
+    let scope = CallScope { route: key, key, ..CallScope::default() };
     let text = format!(
         "[outbound.provider.api]\nlimit = \"{limit}\"\ncredentials = [\"env:BENCH_A\", \"env:BENCH_B\"]\nauth = \"bearer\"\n"
     );
     let outbound = Outbound::new(&load_policy(&text)).expect("the policy has providers");
     let provider = outbound.provider("api").expect("the policy has this one").clone();
     let runtime = Builder::new_current_thread().enable_time().build().expect("a runtime can be made");
-    Box::new(TidegateCalls { name, provider, runtime })
+    Box::new(TidegateCalls { name, provider, scope, runtime })
 }
 
 struct MutexBreaker(Mutex<Breaker>);
@@ -135,12 +140,17 @@ impl<S: tower::Service<()> + Clone + Send + Sync> Subject for BreakerLayerSubjec
 struct TidegateCalls {
     name: &'static str,
     provider: Provider,
+    scope: CallScope,
     runtime: Runtime,
 }
 
 impl TidegateCalls {
+    fn options(&self) -> CallOptions {
+        CallOptions { scope: self.scope, ..CallOptions::default() }
+    }
+
     fn call(&self) -> bool {
-        let done = spin_until_ready(self.provider.call(CallOptions::default(), &mut ImmediateUpstream));
+        let done = spin_until_ready(self.provider.call(self.options(), &mut ImmediateUpstream));
         done.is_ok_and(|done| done.stats.attempts == 1)
     }
 }

@@ -185,10 +185,8 @@ impl Call {
     }
 
     /// Sets what it calls. Default: nothing is known about that.
-    #[must_use]
-    pub fn with_scope(mut self, scope: CallScope) -> Self {
+    pub fn set_scope(&mut self, scope: CallScope) {
         self.scope = scope;
-        self
     }
 
     /// The deadline for its reply.
@@ -374,17 +372,19 @@ impl Call {
     }
 
     /// The scope that it belongs to now.
+    #[inline]
     fn current_scope(&self, rules: &CallRules, state: &ProviderState) -> ChargedScope {
-        match rules.has_room_for_scope(self.lane) {
+        match self.scope.queue_key() != 0 && rules.has_room_for_scope(self.lane) {
             true => state.scopes.charged_to(self.scope),
             false => ChargedScope::default(),
         }
     }
 
     /// Joins the scope of its route if it has no other and replies have closed that. Returns true if it has.
+    #[inline]
     fn join_closed_route(&mut self, state: &mut ProviderState, now: Time) -> bool {
-        let has_none = self.scope.key == 0 && !self.scope.is_learnt;
-        let joins = has_none && state.scopes.is_route_closed(self.scope.route, now);
+        let may_join = state.scopes.has_routes() && self.scope.queue_key() == 0;
+        let joins = may_join && state.scopes.is_route_closed(self.scope.route, now);
         if joins {
             self.scope = CallScope::of_closed_route(self.scope.route);
         }
@@ -451,8 +451,8 @@ impl Call {
         let refused = ops.zip(outcomes.list()).filter(|(_, outcome)| outcome.admission.refuses());
         // If only the credential is refused, another may be granted. Other refusals are independent of the credential.
         let scope = self.charged_scope;
-        let shared_in_scope = rules.shared_scope_key(scope.key);
-        let is_shared = |op: &Op| op.key == rules.key || !scope.is_none() && op.key == shared_in_scope;
+        let is_in_shared_scope = |op: &Op| !scope.is_none() && op.key == rules.shared_scope_key(scope.key());
+        let is_shared = |op: &Op| op.key == rules.key || is_in_shared_scope(op);
         let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {
             return self.handle_grant(ticket, credential, rules, state, outcomes, now);
         };
@@ -468,8 +468,8 @@ impl Call {
             let is_in_scope = op.key != rules.key;
             return self.handle_shared_refusal(rules, state, &refusal, is_in_scope, now);
         }
-        let is_in_scope = !scope.is_none() && op.key == rules.scope_key(credential, scope.key);
-        if is_in_scope && state.close_scope(scope.key, credential, rules, &refusal, now) {
+        let is_in_scope = !scope.is_none() && op.key == rules.scope_key(credential, scope.key());
+        if is_in_scope && state.close_scope(scope.key(), credential, rules, &refusal, now) {
             return self.handle_turn(rules, state, now, rng);
         }
         state.close_credential(credential, rules, &refusal, now);
@@ -509,12 +509,10 @@ impl Call {
         };
         state.pool.record_use(credential);
         let scope = self.charged_scope;
-        let ended_before = match scope.counted() {
-            0 => {
-                let tracker = state.remaining_trackers.get_mut(credential);
-                tracker.map_or(EndedTotals::default(), |tracker| tracker.record_sent(self.cost))
-            }
-            counted => state.scopes.record_sent(counted, credential, self.cost, now),
+        let ended_before = match state.remaining_trackers.get_mut(credential) {
+            _ if scope.counted() != 0 => state.scopes.record_sent(scope.counted(), credential, self.cost, now),
+            Some(tracker) => tracker.record_sent(self.cost),
+            None => EndedTotals::default(),
         };
         state.round_trips.record_grant(now);
         if let Some(pace) = state.pace_of_mut(scope.counted(), now) {
@@ -619,17 +617,17 @@ impl Call {
         if verb == Verb::Take {
             push_required(batch, Op::new(rules.cooldown, verb, rules.credential_keys[credential], 1));
             if !self.charged_scope.is_none() {
-                let key = rules.scope_key(credential, self.charged_scope.key);
+                let key = rules.scope_key(credential, self.charged_scope.key());
                 push_required(batch, Op::new(rules.cooldown, verb, key, 1));
             }
         }
         let counted = self.charged_scope.counted();
-        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, credential, counted) {
+        rules.limits_with_keys(self.charged_lane, credential, counted).for_each(|(provider_limit, key)| {
             if verb != Verb::Settle || provider_limit.settles {
                 let cost = if provider_limit.measure == Measure::Calls { 1 } else { self.cost };
                 push_required(batch, Op::new(provider_limit.limit, verb, key, cost));
             }
-        }
+        });
     }
 }
 

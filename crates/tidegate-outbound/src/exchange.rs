@@ -34,8 +34,15 @@ use super::{
     ReplayBuffer, TargetError, Upstream,
 };
 
-/// The longest time for which a reply of unknown length is held back for a rule that reads it.
-const MAX_READ_TIME: Duration = Duration::from_secs(1);
+/// The longest time for which a reply of unknown length, which may be a stream, is held back for a rule that reads it.
+const MAX_STREAM_READ_TIME: Duration = Duration::from_secs(1);
+/// The longest such time for a reply of known length.
+const MAX_READ_TIME: Duration = Duration::from_secs(5);
+
+/// A login that takes longer postpones the request, because limits have counted it before.
+const MAX_LOGIN_TIME: Span = Span::from_millis(20);
+/// The most times that logins postpone a call: with several credentials, each may need one.
+const MAX_POSTPONEMENTS: u8 = 8;
 
 /// An error of any type.
 pub type BoxError = Box<dyn Error + Send + Sync>;
@@ -92,6 +99,7 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     /// True if the current attempt's request was passed to the inner service.
     was_handed_over: bool,
     token: Option<LoginToken>,
+    postponements: u8,
     /// The last reservation that each credential got. At most one for each attempt.
     reservations: Vec<HeldReservation>,
     deadline: Time,
@@ -136,6 +144,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
             attempts_before: 0,
             was_handed_over: false,
             token: None,
+            postponements: 0,
             reservations: Vec::new(),
             deadline: Time::NEVER,
         })
@@ -200,7 +209,16 @@ where
             // Boxed, because hardly any call logs in, and each would need the memory for it.
             let send = |request| log_in(inner, request, &*shared.fault_classifier);
             match Box::pin(logins.token(credential, &secret, now, send)).await {
-                Ok(token) => sent_secret = Some(Arc::clone(&self.token.insert(token).secret)),
+                Ok(token) => {
+                    sent_secret = Some(Arc::clone(&self.token.insert(token).secret));
+                    let took = shared.provider.clock().now().since(now);
+                    if took > MAX_LOGIN_TIME && self.postponements < MAX_POSTPONEMENTS {
+                        self.postponements += 1;
+                        let mut outcome = cancelled_outcome(SendError::TimedOut, Delivery::Unsent);
+                        outcome.report.is_postponed = true;
+                        return outcome;
+                    }
+                }
                 Err(failure) => {
                     let report = failure.attempt_report(shared.provider.clock().now());
                     return AttemptOutcome { report, value: Err(failure.error.into()) };
@@ -263,9 +281,9 @@ where
         let peeked = match limit {
             None => PeekedBody::unread(body),
             Some(limit) => {
-                let max_time = size.exact().is_none().then_some(MAX_READ_TIME);
+                let max_time = if size.exact().is_some() { MAX_READ_TIME } else { MAX_STREAM_READ_TIME };
                 // Boxed, because replies that aren't read would need the memory for it too.
-                Box::pin(PeekedBody::read(body, limit, max_time)).await.map_err(Into::into)?
+                Box::pin(PeekedBody::read(body, limit, Some(max_time))).await.map_err(Into::into)?
             }
         };
         let read = Some(&*peeked.read_ahead).filter(|_| limit.is_some() && peeked.is_complete());

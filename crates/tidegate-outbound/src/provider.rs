@@ -175,14 +175,14 @@ impl<S: Store, C: Clock> Provider<S, C> {
         let lane = if self.config().sequential { Lane::User } else { lane };
         let started_at = self.0.clock.now();
         let deadline = timeout.map(|timeout| started_at + Span::from_duration(timeout));
-        let call = Call::new(&self.0.rules, lane, cost, deadline, started_at).with_scope(scope);
+        let mut call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
+        call.set_scope(scope);
         let urgency = urgency.as_ref();
         let mut call_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(call) };
         let mut stats = CallStats { attempts: 0, waited, credential: 0 };
-        let mut waiting_since = started_at;
+        let (mut waiting_since, mut just_started_at) = (started_at, Some(started_at));
         loop {
-            let (result, now) =
-                call_guard.wait_for_turn(urgency, Some(started_at).filter(|_| stats.attempts == 0)).await;
+            let (result, now) = call_guard.wait_for_turn(urgency, just_started_at.take()).await;
             stats.waited = stats.waited + now.since(waiting_since);
             let credential = result.map_err(|kind| self.call_error(kind, None, stats))?;
             stats.attempts += 1;
@@ -195,6 +195,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             };
             let (next_step, now) = self.0.handle_reply(call_guard.slot.call(), &outcome.report);
             waiting_since = now;
+            stats.attempts -= u32::from(outcome.report.is_postponed);
             match next_step {
                 NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
                 NextStep::Failed(failure) => {

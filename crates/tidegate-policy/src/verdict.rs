@@ -19,7 +19,7 @@ use http::{HeaderMap, HeaderName, Method, StatusCode};
 use tidegate_core::call::{CallScope, Measure};
 use tidegate_core::{Class, Key, Remaining, Scope, Span, Time, Verdict};
 
-pub(crate) use body::{JsonPath, XmlPath};
+pub(crate) use body::{JsonPath, POINTER_SEPARATOR, XmlPath};
 pub(crate) use condition::{Check, Condition, Pattern, RequestCondition, StatusSet, Test};
 pub use hints::Hints;
 pub(crate) use route::PathTemplate;

@@ -1,7 +1,6 @@
 //! Alerts: events that are sent to people. A [driver] reads events and counts; a [group] decides about messages; a [sink]
 //! sends them, and obeys the waits in replies. Nothing waits for them.
 
-mod body_wait;
 mod driver;
 mod group;
 mod message;

@@ -224,7 +224,8 @@ impl ProviderState {
     }
 
     /// The next credential to try. Skips those that are known to be cooling, to be busy or to have too little left.
-    #[inline]
+    // Alone, it would save and restore more registers than it does work.
+    #[inline(always)]
     pub(super) fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
         loop {
             let credential = self.pool.next(now, rng)?;
@@ -247,7 +248,7 @@ impl ProviderState {
         let tracks = is_counted && !self.remaining_trackers.is_empty();
         loop {
             let Self { pool, scopes, .. } = self;
-            let mut is_free = |it| scope.is_none() || scopes.free_at(scope.key, it, cost, tracks, now) <= now;
+            let mut is_free = |it| scope.is_none() || scopes.free_at(scope.key(), it, cost, tracks, now) <= now;
             let credential =
                 pool.next_except(|credential| is_excluded(credential) || !is_free(credential), now, rng)?;
             if is_counted || self.has_enough_left(credential, cost, now) {
@@ -259,6 +260,11 @@ impl ProviderState {
     /// True if the provider has reported enough left for this cost. Otherwise the credential cools until it has.
     #[inline]
     fn has_enough_left(&mut self, credential: usize, cost: u64, now: Time) -> bool {
+        self.remaining_trackers.is_empty() || self.has_reported_enough(credential, cost, now)
+    }
+
+    #[inline(never)]
+    fn has_reported_enough(&mut self, credential: usize, cost: u64, now: Time) -> bool {
         let tracker = self.remaining_trackers.get_mut(credential);
         let free_at = tracker.map_or(now, |tracker| tracker.free_at(cost, now));
         if free_at > now {

@@ -145,17 +145,18 @@ impl ProviderState {
         let candidates =
             (0..pool.size()).filter(|it| !is_excluded(*it) && (pool.size() == 1 || routes.is_enabled(*it, now)));
         let free_at = |credential: usize, scopes: &mut Scopes| {
-            let in_scope = if scope.is_none() { now } else { scopes.free_at(scope.key, credential, cost, tracks, now) };
+            let in_scope =
+                if scope.is_none() { now } else { scopes.free_at(scope.key(), credential, cost, tracks, now) };
             // A credential that is busy becomes free at an unknown time.
             let unknown = if pool.is_busy(credential) { now + BUSY_RECHECK_INTERVAL } else { now };
             pool.closing_end(credential).unwrap_or(unknown).max(in_scope)
         };
-        let closed_until = |credential: usize, scopes: &Scopes| match scope.key {
+        let closed_until = |credential: usize, scopes: &Scopes| match scope.key() {
             0 => Time::ZERO,
             key => scopes.closed_until(key, credential),
         };
         let reason = |credential: usize, until: Time, scopes: &Scopes| {
-            let in_scope = scopes.full_until(scope.key, credential, until);
+            let in_scope = scopes.full_until(scope.key(), credential, until);
             let full = pool.full_until(credential).filter(|(_, full_until)| *full_until == until);
             let of_credential = full.map(|(limit, _)| WaitReason::Limit { limit, calls: 1, every: Span::ZERO });
             in_scope.or(of_credential).unwrap_or(WaitReason::Credentials)

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::breaker::BreakerPermit;
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
-use crate::{Batch, Class, Key, MAX_COST, Op, Remaining, Scope, Span, Time, Verb, Verdict};
+use crate::{Batch, Class, Key, MAX_COST, Op, Remaining, RemainingAmount, Scope, Span, Time, Verb, Verdict};
 
 /// The time after which a credential is tried again whose quota is spent for an unknown time.
 const QUOTA_PROBE_INTERVAL: Span = Span::from_secs(300);
@@ -33,6 +33,10 @@ impl Call {
         state.store_requests.updates.clear();
         let verdict = &reply.verdict;
         let Some(credential) = self.finish_attempt(rules, state, reply, now, rng) else { return NextStep::Done };
+        if reply.is_postponed && now < self.deadline {
+            self.keeps_place = true;
+            return NextStep::RetryAt(now);
+        }
         if self.needs_login_renewal(rules, reply, credential) {
             self.renewed_credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
             return NextStep::RenewLogin { credential };
@@ -49,6 +53,11 @@ impl Call {
         if verdict.class == Class::Cancelled && now >= self.deadline {
             return NextStep::Failed(CallFailure::DeadlineExceeded);
         }
+        match verdict.class {
+            Class::Success | Class::Permanent | Class::Auth | Class::Cancelled => return NextStep::Done,
+            Class::Unknown => return NextStep::Failed(CallFailure::NotRetried(NoRetryReason::NotIdempotent)),
+            Class::Throttled | Class::Quota | Class::Unavailable | Class::Transient => {}
+        }
         let attempt = FailedAttempt {
             class: verdict.class,
             is_repeatable: reply.is_repeatable,
@@ -61,11 +70,6 @@ impl Call {
                     .credential_except(|other| other == credential, self.charged_scope, self.cost, now, rng)
                     .is_some(),
         };
-        match verdict.class {
-            Class::Success | Class::Permanent | Class::Auth | Class::Cancelled => return NextStep::Done,
-            Class::Unknown => return NextStep::Failed(CallFailure::NotRetried(NoRetryReason::NotIdempotent)),
-            Class::Throttled | Class::Quota | Class::Unavailable | Class::Transient => {}
-        }
         let retry = &rules.lane_rules[self.own_lane as usize].retry;
         match self.retry_tracker.next_attempt_at(retry, &attempt, Some(&state.budget), now, rng) {
             Ok(at) => {
@@ -161,9 +165,7 @@ impl Call {
             // A reservation that was of no use may have been used by another request, or the provider keeps none.
             self.has_reservation = state.gives_reservations && !reply.presented_reservation;
         }
-        // A provider that gives reservations tells the exact time as it refuses a call.
-        let calls_left = verdict.remaining.calls.filter(|left| left.amount > 0 || !state.gives_reservations);
-        state.stats.attempts[class as usize] += 1;
+        state.stats.attempts[class as usize] += u64::from(!reply.is_postponed);
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }
@@ -172,10 +174,14 @@ impl Call {
         if state.round_trips.record_end(sent.sent_at, reply.delivery, class, now) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();
         }
-        self.learn_remaining(state, &sent, reply, Remaining { calls: calls_left, ..verdict.remaining }, now);
+        if rules.tracks_remaining || !sent.scope.is_none() {
+            self.learn_remaining(state, &sent, reply, now);
+        }
         let is_alone = rules.credential_keys.len() == 1;
         let counted = sent.scope.counted();
+        let gives_reservations = state.gives_reservations;
         if let Some(pace) = state.pace_of_mut(counted, now) {
+            let calls_left = told_calls(verdict, gives_reservations);
             pace.ended(sent.sent_at, class, calls_left.filter(|_| is_alone), now, rng);
             match counted {
                 0 => state.lanes.clear_refusals(),
@@ -211,7 +217,11 @@ impl Call {
                 }
             }
         }
-        self.close_and_open(rules, state, &sent, (verdict, is_one_route), now);
+        let is_plain = class == Class::Success && verdict.wait.is_none() && verdict.spent_until.is_none();
+        let has_closed = sent.generation > 0 || sent.scope_generation > 0 || !self.rejected.is_empty();
+        if !is_plain || has_closed || verdict.scope != Scope::Call {
+            self.close_and_open(rules, state, &sent, (verdict, is_one_route), now);
+        }
         Some(sent.credential)
     }
 
@@ -247,14 +257,9 @@ impl Call {
     }
 
     /// Learns the remaining amounts that a reply reports, for its scope or for the credential.
-    fn learn_remaining(
-        &self,
-        state: &mut ProviderState,
-        sent: &SentRequest,
-        reply: &AttemptReport,
-        remaining: Remaining,
-        now: Time,
-    ) {
+    fn learn_remaining(&self, state: &mut ProviderState, sent: &SentRequest, reply: &AttemptReport, now: Time) {
+        let calls = told_calls(&reply.verdict, state.gives_reservations);
+        let remaining = Remaining { calls, ..reply.verdict.remaining };
         let was_answered = reply.delivery == Delivery::Answered;
         let counted = sent.scope.counted();
         if !sent.scope.is_none() {
@@ -286,6 +291,7 @@ impl Call {
     }
 
     /// Closes what the verdict is about, or records that it is open.
+    #[cold]
     fn close_and_open(
         &mut self,
         rules: &CallRules,
@@ -345,7 +351,7 @@ impl Call {
                     );
                 }
                 if sent.scope_generation > 0 {
-                    let key = rules.scope_key(sent.credential, sent.scope.key);
+                    let key = rules.scope_key(sent.credential, sent.scope.key());
                     let verb = Verb::Success { generation: sent.scope_generation };
                     // Without it, the next closing lasts longer.
                     let _ = state.updates().push(cooldown_op(rules, key, verb));
@@ -410,6 +416,11 @@ impl Call {
     }
 }
 
+/// The calls that are left. A provider that gives reservations tells the exact time as it refuses a call.
+fn told_calls(verdict: &Verdict, gives_reservations: bool) -> Option<RemainingAmount> {
+    verdict.remaining.calls.filter(|left| left.amount > 0 || !gives_reservations)
+}
+
 /// Disables a rejected credential, unless no other is good: the provider may reject this one request for all of them.
 /// Of many calls that were rejected together, only the first disables it.
 fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: usize, now: Time) {
@@ -432,11 +443,11 @@ impl ProviderState {
     /// Closes a scope for a wait, here and in the store. Zero is the length that the store chooses.
     fn close(&mut self, rules: &CallRules, sent: &SentRequest, scope: Scope, closing: Closing, wait: Span, now: Time) {
         let key = match scope {
-            Scope::Call => sent.scope.key,
+            Scope::Call => sent.scope.key(),
             Scope::Named(key) => key,
             Scope::Credential | Scope::Provider => 0,
         };
-        let is_other = key != 0 && key != sent.scope.key;
+        let is_other = key != 0 && key != sent.scope.key();
         // The request hasn't passed the gate of another scope, so that it can't lengthen its closings.
         let wait = if is_other && wait.is_zero() { OTHER_SCOPE_CLOSING } else { wait };
         let free_at = now + wait;

@@ -56,22 +56,30 @@ impl CallScope {
     }
 }
 
-/// The scope that an attempt is charged to.
+/// The scope that an attempt is charged to: its key, which hasn't the highest bit, and that bit if it is only closed. In
+/// few bytes, because calls are moved often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct ChargedScope {
-    /// Its key; 0 if it has none.
-    pub key: u64,
-    closes_only: bool,
-}
+pub(super) struct ChargedScope(u64);
+
+const CLOSES_ONLY: u64 = 1 << 63;
 
 impl ChargedScope {
+    fn new(key: u64, closes_only: bool) -> Self {
+        Self(if closes_only && key != 0 { key | CLOSES_ONLY } else { key })
+    }
+
+    /// The key; 0 if there is no scope.
+    pub(super) fn key(self) -> u64 {
+        self.0 & !CLOSES_ONLY
+    }
+
     /// The key of the scope that limits, allowances and the pace belong to; 0 if they belong to the credential.
     pub(super) fn counted(self) -> u64 {
-        if self.closes_only { 0 } else { self.key }
+        if self.0 & CLOSES_ONLY == 0 { self.0 } else { 0 }
     }
 
     pub(super) fn is_none(self) -> bool {
-        self.key == 0
+        self.0 == 0
     }
 }
 
@@ -113,14 +121,18 @@ impl Scopes {
             0 if scope.is_learnt => self.routes.get(&scope.route).copied().unwrap_or(scope.route),
             key => key,
         };
-        ChargedScope { key, closes_only: scope.closes_only }
+        ChargedScope::new(key, scope.closes_only)
+    }
+
+    /// True if replies have taught the scope of any route.
+    #[inline]
+    pub(super) fn has_routes(&self) -> bool {
+        !self.routes.is_empty()
     }
 
     /// True if the calls of a route belong to a scope that is closed with some credential.
+    #[cold]
     pub(super) fn is_route_closed(&mut self, route: u64, now: Time) -> bool {
-        if self.routes.is_empty() {
-            return false;
-        }
         let Some(key) = self.routes.get(&route).copied() else { return false };
         let is_closed = self.with_all_credentials(key).any(|state| state.closed_until > now);
         if !is_closed {
@@ -306,7 +318,7 @@ mod tests {
         let mut scopes = Scopes::default();
         let call = CallScope { route: 7, is_learnt: true, ..CallScope::default() };
         let closed = CallScope::of_closed_route(7);
-        let charged = |scopes: &Scopes, call| [scopes.charged_to(call).key, scopes.charged_to(call).counted()];
+        let charged = |scopes: &Scopes, call| [scopes.charged_to(call).key(), scopes.charged_to(call).counted()];
         assert_eq!((charged(&scopes, call), call.queue_key()), ([7, 7], 7), "until it is known");
         assert_eq!((charged(&scopes, closed), closed.queue_key()), ([0, 0], 7));
         scopes.teach(7, 99);

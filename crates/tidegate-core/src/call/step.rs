@@ -22,6 +22,9 @@ pub struct AttemptReport {
     /// True if the body is still to be read. After its last reply, a call is then in flight until
     /// [`InFlight::end`](super::InFlight::end).
     pub is_streaming: bool,
+    /// True if the request wasn't sent because something that it needs, such as a login, took long: limits have counted it
+    /// at another time than the provider would. It takes its turn again, at its place.
+    pub is_postponed: bool,
     /// True if the connection has switched protocols. Such a call may last for hours, so the adaptive limit doesn't count
     /// it.
     pub is_tunnel: bool,
@@ -42,6 +45,7 @@ impl AttemptReport {
             presented_reservation: false,
             delivery,
             is_streaming: false,
+            is_postponed: false,
             is_tunnel: false,
         }
     }

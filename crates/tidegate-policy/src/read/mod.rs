@@ -291,6 +291,11 @@ impl DocumentReader<'_> {
         Reported(self.errors.add(|| Error::new(self.texts, at, message, expected)))
     }
 
+    /// Notes something that is probably not meant.
+    fn note(&mut self, at: TextRange, message: &str) {
+        self.notes.push(Note::new(self.texts, at, message));
+    }
+
     /// Reports an error at a place that may hold a secret.
     fn hidden_error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
         Reported(self.errors.add(|| Error::hiding_secret(self.texts, at, at, message, expected)))

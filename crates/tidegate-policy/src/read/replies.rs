@@ -80,7 +80,7 @@ impl DocumentReader<'_> {
                 let expected = "a text that the place contains";
                 return self.error(entry.node.at, "every text contains nothing", expected).none();
             }
-            Some((JsonPath::new(&pointer?)?, text.to_owned()))
+            Some((JsonPath::new(&pointer?).ok()?, text.to_owned()))
         }))
     }
 

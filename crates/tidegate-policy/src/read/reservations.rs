@@ -10,7 +10,6 @@ use super::keys::KEY;
 use crate::Quantity;
 use crate::description::join_parts;
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
-use crate::error::Note;
 use crate::key::KeyPart;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{read_keys, setting_keys};
@@ -198,10 +197,6 @@ impl DocumentReader<'_> {
             self.note(at, &message);
         }
         Some(rules)
-    }
-
-    fn note(&mut self, at: TextRange, message: &str) {
-        self.notes.push(Note::new(self.texts, at, message));
     }
 
     /// Notes that a burst can't hold as many reservations as the share allows within a grace.

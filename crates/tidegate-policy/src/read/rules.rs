@@ -150,6 +150,10 @@ impl DocumentReader<'_> {
         let scopes = self.items_of(provider, "scope", |reader, table| reader.call_scope(table));
         let allowances = self.items_of(provider, "allowance", |reader, table| reader.allowance(table));
         let max_pause = self.value(provider, &PROVIDER.max_pause);
+        let learns = provider.node("learn_limits").is_some_and(|node| matches!(node.value, TomlValue::Boolean(true)));
+        if let Some(node) = provider.node("allowance").filter(|_| !learns) {
+            self.note(node.at, "without `learn_limits = true`, only a report that nothing is left has an effect");
+        }
         let mut rules = own?;
         for mut rule in short? {
             rule.name.number = rules.len() + 1;
@@ -179,6 +183,11 @@ impl DocumentReader<'_> {
                 scope: scope?,
                 max_pause: max_pause?,
             };
+            if matches!(rule.class, Some(Class::Permanent | Class::Auth))
+                && let Some(wait) = table.node("wait")
+            {
+                self.note(wait.at, "no effect: nothing waits after a reply of this class");
+            }
             if rule.class.is_none() && rule.adds_nothing() {
                 let message = "a rule has neither `is` nor `retry`, `wait` or `scope`, and so no effect";
                 return self.error(item.at, message, "the class of such replies, such as is = \"throttled\"").none();
@@ -448,8 +457,8 @@ impl DocumentReader<'_> {
 
     fn json_path(&mut self, text: &str, node: &TomlNode) -> Option<JsonPath> {
         match JsonPath::new(text) {
-            Some(path) => Some(path),
-            None => self.pointer(text, node.at, "json").and_then(|text| JsonPath::new(&text)),
+            Ok(path) => Some(path),
+            Err(wrong) => self.no_pointer(wrong, node.at, "json").none(),
         }
     }
 

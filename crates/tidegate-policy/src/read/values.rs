@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use tidegate_core::Span;
 
 use super::forms::{Quantities, names};
-use super::{DocumentReader, all_or_none, join_names};
+use super::{DocumentReader, Reported, all_or_none, join_names};
 use crate::address::canonical_network;
 use crate::description::describe_bound;
 use crate::document::{TextRange, TomlNode, TomlValue};
@@ -18,13 +18,12 @@ use crate::outbound::PointerAlternatives;
 use crate::quantity::{QuantityError, ambiguous_unit};
 use crate::secret::SecretSource;
 use crate::units::{parse_bytes, parse_duration};
+use crate::verdict::POINTER_SEPARATOR;
 
 /// The longest list of strings.
 const MAX_LIST: usize = 10_000;
 /// The most JSON pointers in a list.
 const MAX_POINTERS: usize = 16;
-/// The separator of alternative pointers to one number.
-const POINTER_SEPARATOR: &str = " or ";
 /// The longest timeout: ten years.
 const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
 
@@ -153,12 +152,16 @@ impl DocumentReader<'_> {
         if text.starts_with('/') && !text.contains(char::is_control) {
             return Some(text.to_owned());
         }
+        self.no_pointer(text, at, key).none()
+    }
+
+    /// Reports that a text is no pointer.
+    pub(super) fn no_pointer(&mut self, text: &str, at: TextRange, key: &str) -> Reported<'_> {
         let path = format!("/{}", text.trim_start_matches("$.").trim_start_matches('.').replace('.', "/"));
         let is_dotted = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.$".contains(&byte));
         let message = format!("`{key}`: {} is no JSON pointer", quoted(text));
         self.error(at, message, "a JSON pointer such as \"/usage/total_tokens\"")
             .did_you_mean(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty()))
-            .none()
     }
 
     /// Returns the value that was parsed from a string, or reports the error inside the string.

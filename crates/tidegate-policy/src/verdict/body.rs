@@ -5,6 +5,8 @@ use std::cell::OnceCell;
 
 use serde_json::Value;
 
+/// The word between pointers of which any may lead to the value.
+pub(crate) const POINTER_SEPARATOR: &str = " or ";
 /// The part of a body that is searched as text.
 const MAX_SEARCHED_TEXT: usize = 4 << 10;
 /// The most places that a pointer with `*` finds.
@@ -60,30 +62,39 @@ impl<'b> Document<'b> {
     }
 }
 
-/// A JSON pointer (RFC 6901) in which `*` stands for any element or member.
+/// JSON pointers (RFC 6901) in which `*` stands for any element or member, with `or` between several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct JsonPath {
     /// The text, as it was written.
     pub(crate) text: String,
-    /// `None` is any element or member.
-    parts: Vec<Option<String>>,
+    /// The parts of each pointer. `None` is any element or member.
+    pointers: Vec<Vec<Option<String>>>,
 }
 
 impl JsonPath {
-    /// Parses a pointer. `None` if it is neither empty nor begins with a slash.
-    pub(crate) fn new(text: &str) -> Option<Self> {
-        if !text.is_empty() && !text.starts_with('/') || text.contains(char::is_control) {
-            return None;
-        }
-        let unescape = |part: &str| part.replace("~1", "/").replace("~0", "~");
-        let part = |part: &str| (part != "*").then(|| unescape(part));
-        Some(Self { text: text.to_owned(), parts: text.split('/').skip(1).map(part).collect() })
+    /// Parses pointers. The error is the first that isn't one: that is neither empty nor begins with a slash, or has a
+    /// tilde with neither 0 nor 1 behind it.
+    pub(crate) fn new(text: &str) -> Result<Self, &str> {
+        let pointers = text.split(POINTER_SEPARATOR).map(str::trim).map(|pointer| {
+            let is_escape = |rest: &str| rest.starts_with(['0', '1']);
+            let is_valid = (pointer.is_empty() || pointer.starts_with('/'))
+                && !pointer.contains(char::is_control)
+                && pointer.split('~').skip(1).all(is_escape);
+            let unescape = |part: &str| part.replace("~1", "/").replace("~0", "~");
+            let part = |part: &str| (part != "*").then(|| unescape(part));
+            if is_valid { Ok(pointer.split('/').skip(1).map(part).collect()) } else { Err(pointer) }
+        });
+        Ok(Self { text: text.to_owned(), pointers: pointers.collect::<Result<_, _>>()? })
     }
 
-    /// The values at the place.
+    /// The values at all of the places.
     pub(crate) fn find<'v>(&self, root: &'v Value) -> Vec<&'v Value> {
+        self.pointers.iter().flat_map(|parts| Self::find_one(parts, root)).take(MAX_PLACES).collect()
+    }
+
+    fn find_one<'v>(parts: &[Option<String>], root: &'v Value) -> Vec<&'v Value> {
         let mut found = vec![root];
-        for part in &self.parts {
+        for part in parts {
             let mut next: Vec<&Value> = Vec::new();
             for value in found {
                 match (part, value) {
@@ -157,7 +168,9 @@ mod tests {
         assert_eq!(found("/0/a~1b/*"), ["true", "null"]);
         assert_eq!(found("/0/errors/2/code"), Vec::<String>::new());
         assert_eq!(found("").len(), 1);
-        assert_eq!(JsonPath::new("errors"), None);
+        assert_eq!(JsonPath::new("errors"), Err("errors"));
+        assert_eq!(JsonPath::new("/a or b"), Err("b"));
+        assert_eq!(JsonPath::new("/a~2"), Err("/a~2"));
     }
 
     #[test]

@@ -447,6 +447,24 @@ fn attempts_that_are_set_get_room() {
 }
 
 #[test]
+fn notes_name_settings_of_rules_without_effect() {
+    let rule = |is: &str| format!("rule = [{{ when = {{ status = 400 }}, is = \"{is}\", wait = \"5s\" }}]");
+    let allowance = "allowance = [{ remaining = \"header x-left\" }]";
+    let no_wait = "no effect: nothing waits after a reply of this class";
+    let no_learning = "without `learn_limits = true`, only a report that nothing is left has an effect";
+    for (settings, expected) in [
+        (rule("permanent"), &[no_wait][..]),
+        (rule("auth"), &[no_wait]),
+        (rule("unavailable"), &[]),
+        (allowance.to_owned(), &[no_learning]),
+        (format!("learn_limits = true\n{allowance}"), &[]),
+    ] {
+        let (_, _, notes) = room_for_attempts(&settings);
+        assert_eq!(notes, expected, "{settings}");
+    }
+}
+
+#[test]
 fn notes_name_what_ends_a_call_early() {
     let (min, failures, notes) = room_for_attempts(
         "retry = { max_attempts = 8, base = \"2s\" }\nbudget = { min = 2 }\nbreaker = { failures = 3 }",

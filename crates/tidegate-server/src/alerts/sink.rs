@@ -24,15 +24,15 @@ use tidegate_runtime::random::random_bytes;
 use tokio::sync::{mpsc, watch};
 use tower_layer::Layer as _;
 
-use super::body_wait::BodyWaits;
 use super::group::Message;
 use super::message;
 use crate::gateway::call_error::{error_chain, reply_error};
 use crate::gateway::provider_client::{self, ProviderClient};
 use crate::log::EscapedError;
 
-/// The maximum number of messages that wait for a receiver. Further ones are dropped and counted.
-const MAX_WAITING: usize = 16;
+/// The maximum number of messages that wait for a receiver, such as during a pause that it asks for. Further ones are dropped
+/// and counted.
+const MAX_WAITING: usize = 64;
 /// The limit on requests to a receiver, below what Slack and Telegram allow.
 const LIMIT: &str = "20 per 60s";
 /// The time for a message with all its attempts, and so the longest pause of a receiver that messages wait for. While a
@@ -120,7 +120,7 @@ struct Receiver {
     /// The number of messages to all receivers that are on their way.
     undelivered: watch::Sender<usize>,
     throttle: LogThrottle,
-    service: OutboundService<BodyWaits<ProviderClient<ReplayBody<Full<Bytes>>>>>,
+    service: OutboundService<ProviderClient<ReplayBody<Full<Bytes>>>>,
     /// The path and query of requests.
     target: Secret,
 }
@@ -155,7 +155,7 @@ impl RemoteSink {
         let outbound = Outbound::new(&policy).ok_or(WebhookError::Malformed)?;
         let [provider] = outbound.providers() else { return Err(WebhookError::Malformed) };
         let layer = OutboundLayer::with_env(provider.clone(), |_: &str| None).map_err(|_| WebhookError::Malformed)?;
-        let client = BodyWaits(provider_client::client(provider.config(), base, tls));
+        let client = provider_client::client(provider.config(), base, tls);
         let service = layer.fault_classifier(provider_client::fault_of).layer(client);
         let (alert, kind, throttle) = (alert.name.clone(), form.kind(), LogThrottle::new(LINES_PER_SECOND));
         let receiver = Arc::new(Receiver { alert, kind, results, undelivered, throttle, service, target });

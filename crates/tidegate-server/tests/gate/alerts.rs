@@ -68,7 +68,10 @@ impl Receiver {
                             std::future::pending::<()>().await;
                         }
                         let said = Full::new(Bytes::from_static(said.as_bytes()));
-                        Ok::<_, Infallible>(Response::builder().status(status).body(said).unwrap())
+                        let json = "application/json";
+                        Ok::<_, Infallible>(
+                            Response::builder().status(status).header("content-type", json).body(said).unwrap(),
+                        )
                     }
                 });
                 let http = hyper::server::conn::http1::Builder::new();
@@ -273,11 +276,11 @@ async fn a_silent_receiver_blocks_nothing() {
     let receiver = Receiver::start(|_| 0).await;
     let gate = start(&alert(receiver.address, "group = \"1ms\""));
     let mut api = Peer::connect(gate.api).await;
-    for number in 0..20 {
+    for number in 0..68 {
         // A message for each block, more than may wait.
         tokio::time::timeout(Duration::from_millis(500), block(&mut api, number)).await.unwrap();
         gate.clock.advance(Span::from_secs(1));
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
     let dropped = count(&gate, "dropped").await.unwrap();
     assert!((1..=4).contains(&dropped), "{dropped}");

@@ -9,6 +9,11 @@ use crate::wire::{Peer, header, status};
 
 /// A provider that sends the pieces of its reply this many milliseconds apart. After that it neither sends nor closes.
 async fn trickling(millis: u64) -> std::net::SocketAddr {
+    trickling_with("200 OK\r\ncontent-type: text/event-stream", millis).await
+}
+
+/// The same with another beginning of its head.
+async fn trickling_with(head: &'static str, millis: u64) -> std::net::SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {
@@ -16,7 +21,7 @@ async fn trickling(millis: u64) -> std::net::SocketAddr {
             let mut peer = Peer::over(listener.accept().await.unwrap().0);
             tokio::spawn(async move {
                 peer.message().await;
-                peer.send("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 100\r\n\r\n").await;
+                peer.send(format!("HTTP/1.1 {head}\r\ncontent-length: 100\r\n\r\n")).await;
                 for _ in 0..4 {
                     peer.send("piece").await;
                     tokio::time::sleep(Duration::from_millis(millis)).await;
@@ -80,4 +85,16 @@ async fn only_grpc_bodies_may_arrive_slowly() {
         tokio::join!(trickled("text/plain"), trickled("application/grpc")),
         ((408, Some("close".to_owned())), (200, None))
     );
+}
+
+/// The rules that read its body can't wait for it.
+#[tokio::test]
+async fn a_refusal_whose_body_hangs_is_understood_by_its_head() {
+    let api = trickling_with("429 Too Many Requests\r\ncontent-type: application/json", 10).await;
+    let settings = "timeout = \"30s\"\nattempt_timeout = \"30s\"\nretry = { max_attempts = 1 }\n";
+    let gateway = running(&provider(api, &format!("{FREE}{settings}")));
+    let mut client = Peer::connect(gateway.address).await;
+    client.send(get("/api/x")).await;
+    let begun = tokio::time::timeout(Duration::from_secs(10), client.exactly(12)).await;
+    assert_eq!(begun.as_deref(), Ok("HTTP/1.1 429"));
 }

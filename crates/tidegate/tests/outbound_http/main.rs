@@ -414,6 +414,30 @@ async fn a_credential_with_rejected_tokens_is_excluded() {
     assert_eq!(logins(&api), 3);
 }
 
+/// The provider counts requests when they come, and not when they got their turn.
+#[tokio::test(start_paused = true)]
+async fn calls_that_a_login_holds_up_take_their_turn_after_it() {
+    for credentials in ["\"env:A\"", "\"env:A\", \"env:B\""] {
+        let api = Api::new(|_, arrived| {
+            answer(200, &[], if arrived.uri.ends_with("/login") { r#"{"token":"t"}"# } else { "" })
+        });
+        let api = api.taking(Duration::from_secs(1));
+        let settings = LOGIN.replace("\"env:A\"", credentials) + "timeout = \"20s\"\n";
+        let layer = limited("5 per 1s", &settings);
+        let service = layer.layer(api.clone());
+        let done = join_all((0..12).map(|_| ask(&service, get("/x")))).await;
+        assert!(done.iter().all(|done| done.as_ref().is_ok_and(|response| response.status() == 200)));
+        let arrived = api.arrived();
+        let times: Vec<_> = arrived.iter().filter(|it| it.uri.ends_with("/x")).map(|it| it.at).collect();
+        assert_eq!(times.len(), 12);
+        assert_eq!(arrived.len(), 12 + credentials.split(',').count(), "one login for each credential");
+        let crowded = times.windows(6).filter(|six| six[5] - six[0] < Duration::from_secs(1)).count();
+        assert_eq!(crowded, 0, "{times:?}");
+        let report = layer.provider().local_report();
+        assert_eq!((report.first_tries, report.attempts["cancelled"]), (12, 0));
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_login_token_may_be_in_the_path() {
     let api = with_login(|_, request| match request.uri.as_str() {

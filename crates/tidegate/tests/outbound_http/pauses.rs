@@ -451,3 +451,51 @@ async fn calls_that_meet_all_limits_that_fit_have_no_scope() {
     request.extensions_mut().insert(CallOptions { scope, ..CallOptions::default() });
     assert_eq!(ask(&service, request).await.unwrap().status(), 200);
 }
+
+#[tokio::test(start_paused = true)]
+async fn experiment_release() {
+    for (rate, callers) in [(50_u64, 200_usize), (200, 800), (1000, 4000), (5000, 20000)] {
+        let began = now();
+        let api = Api::new(move |_, _| {
+            if now() - began < secs(2) { answer(429, &[("retry-after", "2")], "closed") } else { status(200) }
+        });
+        let api = api.taking(Duration::from_millis(20));
+        let layer = limited(
+            &format!("{rate}/s burst {rate}"),
+            "timeout = \"60s\"\nadaptive = \"off\"\nuser = { max_waiting = 50000 }",
+        );
+        let service = layer.layer(api.clone());
+        let all = join_all((0..callers).map(|_| status_of(&service, "/x"))).await;
+        let ok = all.iter().filter(|s| **s == 200).count();
+        let arrived = api.arrived();
+        let after: Vec<_> = arrived.iter().map(|a| (a.at - began).as_millis()).filter(|at| *at >= 2000).collect();
+        let early = arrived.len() - after.len();
+        println!(
+            "rate {rate} callers {callers}: ok {ok}, early {early}, after {} first {} last {}",
+            after.len(),
+            after[0],
+            after.last().unwrap()
+        );
+        let mut hist = std::collections::BTreeMap::new();
+        for a in &after {
+            *hist.entry((a - 2000) / 250).or_insert(0) += 1;
+        }
+        println!("  {:?}", hist.iter().take(12).collect::<Vec<_>>());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn experiment_probes() {
+    let api = Api::new(|_, _| answer(429, &[("retry-after", "99999999")], "no"));
+    let api = api.taking(Duration::from_millis(50));
+    let layer = layer("user = { max_waiting = 5000 }\ntimeout=\"10s\"");
+    let service = layer.layer(api.clone());
+    join_all((0..100).map(|_| status_of(&service, "/x"))).await;
+    println!("first {}", api.count());
+    for day in 1..6 {
+        tokio::time::sleep(secs(86_400 - 5)).await;
+        join_all((0..100).map(|_| status_of(&service, "/x"))).await;
+        println!("day {day}: {}", api.count());
+        tokio::time::sleep(secs(5)).await;
+    }
+}
