@@ -145,12 +145,9 @@ struct TidegateCalls {
 }
 
 impl TidegateCalls {
-    fn options(&self) -> CallOptions {
-        CallOptions { scope: self.scope, ..CallOptions::default() }
-    }
-
     fn call(&self) -> bool {
-        let done = spin_until_ready(self.provider.call(self.options(), &mut ImmediateUpstream));
+        let options = CallOptions { scope: self.scope, ..CallOptions::default() };
+        let done = spin_until_ready(self.provider.call(options, &mut ImmediateUpstream));
         done.is_ok_and(|done| done.stats.attempts == 1)
     }
 }

@@ -12,10 +12,13 @@ use thiserror::Error;
 
 use crate::heap::IndexHeap;
 use crate::time::MAX_CLOCK_LAG;
-use crate::{LimitId, Time};
+use crate::{LimitId, Span, Time};
 
 /// The maximum number of credentials in one pool.
 pub const MAX_CREDENTIALS: usize = 1024;
+
+/// The least length of a closing after which one call at a time tries the credential.
+const LONG_CLOSING: Span = Span::from_secs(60);
 
 /// The way in which calls are distributed over the available credentials.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +53,8 @@ pub struct CredentialPool {
     use_count: u64,
     in_flight: Vec<u32>,
     max_in_flight: u32,
+    /// The present maximum of each credential: one call more while it is tried again after a long closing.
+    present_max: Vec<u32>,
     /// The available credentials, by the turn that they wait for or by their last use.
     available: IndexHeap<u64>,
     /// The closed credentials, by the time at which they are free again.
@@ -68,6 +73,8 @@ struct Closings {
     full: Option<(LimitId, Time)>,
     /// The time until which the credential is certainly closed.
     certain_until: Time,
+    /// True if the provider has closed it for a long time.
+    is_long: bool,
     spent_quota: Option<(LimitId, Time)>,
 }
 
@@ -86,6 +93,7 @@ impl CredentialPool {
             use_count: 0,
             in_flight: alloc::vec![0; credentials],
             max_in_flight: u32::MAX,
+            present_max: alloc::vec![u32::MAX; credentials],
             available: IndexHeap::default(),
             closed: IndexHeap::default(),
             closings: alloc::vec![Closings::default(); credentials],
@@ -101,6 +109,7 @@ impl CredentialPool {
     #[must_use]
     pub fn with_max_in_flight(mut self, max_in_flight: u32) -> Self {
         self.max_in_flight = max_in_flight;
+        self.present_max.fill(max_in_flight);
         for index in 0..self.last_used.len() as u32 {
             self.update_availability(index);
         }
@@ -163,7 +172,7 @@ impl CredentialPool {
 
     /// True if this credential has the maximum number of calls in flight.
     pub fn is_busy(&self, credential: usize) -> bool {
-        self.in_flight(credential) >= self.max_in_flight
+        self.present_max.get(credential).is_none_or(|max| self.in_flight(credential) >= *max)
     }
 
     /// The time at which this credential is free again; `None` if it isn't closed.
@@ -228,11 +237,26 @@ impl CredentialPool {
     }
 
     /// Records that the provider refuses calls with the credential before `until`. Of several entries the longest counts,
-    /// because each has another reason.
+    /// because each has another reason. After a minute or more, it is tried by one call at a time, until
+    /// [`record_success`](Self::record_success).
     pub fn set_cooling_until(&mut self, credential: usize, until: Time, now: Time) {
         if let Some(closings) = self.close(credential, until, now) {
             closings.cooling_until = closings.cooling_until.max(until);
+            closings.is_long |= until.since(now) >= LONG_CLOSING;
         }
+    }
+
+    /// True if the credential is tried by one call at a time.
+    #[inline]
+    pub fn is_on_trial(&self, credential: usize) -> bool {
+        self.present_max.get(credential).is_some_and(|max| *max < self.max_in_flight)
+    }
+
+    /// Records that the provider has accepted a call with the credential.
+    pub fn record_success(&mut self, credential: usize) {
+        let Some(index) = self.checked_index(credential) else { return };
+        self.present_max[credential] = self.max_in_flight;
+        self.update_availability(index);
     }
 
     /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier, so that
@@ -305,14 +329,20 @@ impl CredentialPool {
 
     /// Makes every credential available that isn't busy.
     pub fn end_all_cooldowns(&mut self) {
-        (0..self.size()).for_each(|credential| self.reopen(credential));
+        for credential in 0..self.size() {
+            self.present_max[credential] = self.max_in_flight;
+            self.reopen(credential);
+        }
     }
 
     /// Opens the credential and deletes all entries about it.
     fn reopen(&mut self, credential: usize) {
         let Some(index) = self.checked_index(credential) else { return };
         self.closed.remove(index);
-        self.closings[credential] = Closings::default();
+        if core::mem::take(&mut self.closings[credential]).is_long {
+            // Calls from before the closing, such as streams, may last.
+            self.present_max[credential] = self.max_in_flight.min(self.in_flight[credential].saturating_add(1));
+        }
         self.update_availability(index);
     }
 
@@ -326,7 +356,7 @@ impl CredentialPool {
     }
 
     fn is_available(&self, index: u32) -> bool {
-        self.closed.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
+        self.closed.key(index).is_none() && self.in_flight[index as usize] < self.present_max[index as usize]
     }
 
     /// Ends the closings that are over. If the clock stepped back, all end, because their times may be far in the

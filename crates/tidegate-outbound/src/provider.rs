@@ -175,10 +175,11 @@ impl<S: Store, C: Clock> Provider<S, C> {
         let lane = if self.config().sequential { Lane::User } else { lane };
         let started_at = self.0.clock.now();
         let deadline = timeout.map(|timeout| started_at + Span::from_duration(timeout));
-        let mut call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
-        call.set_scope(scope);
+        let call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
         let urgency = urgency.as_ref();
         let mut call_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(call) };
+        // In its place, because a call that is changed before would be copied.
+        call_guard.slot.call().set_scope(scope);
         let mut stats = CallStats { attempts: 0, waited, credential: 0 };
         let (mut waiting_since, mut just_started_at) = (started_at, Some(started_at));
         loop {

@@ -288,7 +288,9 @@ impl ProviderState {
 
     pub(super) fn record_end(&mut self, lane: Lane, credential: usize) {
         self.lanes.record_end(lane);
-        if self.pool.record_end(credential) {
+        // Calls that have waited for the end of this one wait for the end of the closing now.
+        let was_busy = self.pool.is_busy(credential) && self.pool.closing_end(credential).is_some();
+        if self.pool.record_end(credential) || was_busy {
             self.lanes.clear_refusals();
         }
     }

@@ -202,6 +202,10 @@ impl Call {
         } else {
             state.record_end(sent.lane, sent.credential);
         }
+        if state.pool.is_on_trial(sent.credential) && class.proves_provider() && class != Class::Auth {
+            state.pool.record_success(sent.credential);
+            state.lanes.clear_refusals();
+        }
         let correction = match reply.delivery {
             Delivery::Unsent => Some(Verb::Refund),
             Delivery::Answered if sent.counted_at > now && rules.lead > Span::ZERO => Some(Verb::Settle),

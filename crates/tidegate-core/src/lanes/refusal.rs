@@ -90,8 +90,13 @@ impl RefusedCall {
 impl Lanes {
     /// The refusal that a call of this lane, scope and cost would wait for until its deadline or longer, even as the
     /// first of its lane. `None` if no refusal shows that.
+    #[inline]
     pub fn refused_past(&self, deadline: Time, place: impl Into<ScopedLane>, cost: u64, now: Time) -> Option<Refusal> {
         let place = place.into();
+        if self.may_refuse(place, now) { self.find_refused_past(deadline, place, cost, now) } else { None }
+    }
+
+    fn find_refused_past(&self, deadline: Time, place: ScopedLane, cost: u64, now: Time) -> Option<Refusal> {
         let refusals = self.refusals(place.lane, cost, now).filter(|refusal| refusal.closed_until >= deadline);
         let refusal = refusals.max_by_key(|refusal| refusal.until);
         if place.scope == 0 {
@@ -107,6 +112,7 @@ impl Lanes {
     ///
     /// It takes constant time, O(log n) with a scope, or O(n log n) if the new call is refused or calls before it can't
     /// be sent in time.
+    #[inline]
     pub fn refused_behind(
         &self,
         deadline: Time,
@@ -115,6 +121,10 @@ impl Lanes {
         now: Time,
     ) -> Option<Refusal> {
         let place = place.into();
+        if self.may_refuse(place, now) { self.find_refused_behind(deadline, place, cost, now) } else { None }
+    }
+
+    fn find_refused_behind(&self, deadline: Time, place: ScopedLane, cost: u64, now: Time) -> Option<Refusal> {
         let behind_all = |refusal: &Refusal| refusal.behind(self.open_calls(place.lane)).closed_until >= deadline;
         let refusals = self.refusals(place.lane, cost, now).filter(behind_all);
         let refusals = refusals.map(|refusal| refusal.behind(self.sendable_ahead(place.lane, refusal)));
@@ -123,6 +133,13 @@ impl Lanes {
             return refusal;
         }
         refusal.into_iter().chain(self.scope_refused_behind(deadline, place, now)).max_by_key(|refusal| refusal.until)
+    }
+
+    /// False if no refusal can apply to a call of this place, as is usual.
+    #[inline]
+    fn may_refuse(&self, place: ScopedLane, now: Time) -> bool {
+        let until = self.refused.refusal.until.max(self.queue(place.lane).refused.refusal.until);
+        now < until || place.scope != 0
     }
 
     /// The refusals that apply to such a call.

@@ -452,50 +452,25 @@ async fn calls_that_meet_all_limits_that_fit_have_no_scope() {
     assert_eq!(ask(&service, request).await.unwrap().status(), 200);
 }
 
+/// A provider that asks for more than the longest pause is tried by one call a day.
 #[tokio::test(start_paused = true)]
-async fn experiment_release() {
-    for (rate, callers) in [(50_u64, 200_usize), (200, 800), (1000, 4000), (5000, 20000)] {
-        let began = now();
-        let api = Api::new(move |_, _| {
-            if now() - began < secs(2) { answer(429, &[("retry-after", "2")], "closed") } else { status(200) }
-        });
-        let api = api.taking(Duration::from_millis(20));
-        let layer = limited(
-            &format!("{rate}/s burst {rate}"),
-            "timeout = \"60s\"\nadaptive = \"off\"\nuser = { max_waiting = 50000 }",
-        );
-        let service = layer.layer(api.clone());
-        let all = join_all((0..callers).map(|_| status_of(&service, "/x"))).await;
-        let ok = all.iter().filter(|s| **s == 200).count();
-        let arrived = api.arrived();
-        let after: Vec<_> = arrived.iter().map(|a| (a.at - began).as_millis()).filter(|at| *at >= 2000).collect();
-        let early = arrived.len() - after.len();
-        println!(
-            "rate {rate} callers {callers}: ok {ok}, early {early}, after {} first {} last {}",
-            after.len(),
-            after[0],
-            after.last().unwrap()
-        );
-        let mut hist = std::collections::BTreeMap::new();
-        for a in &after {
-            *hist.entry((a - 2000) / 250).or_insert(0) += 1;
-        }
-        println!("  {:?}", hist.iter().take(12).collect::<Vec<_>>());
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn experiment_probes() {
-    let api = Api::new(|_, _| answer(429, &[("retry-after", "99999999")], "no"));
-    let api = api.taking(Duration::from_millis(50));
-    let layer = layer("user = { max_waiting = 5000 }\ntimeout=\"10s\"");
-    let service = layer.layer(api.clone());
-    join_all((0..100).map(|_| status_of(&service, "/x"))).await;
-    println!("first {}", api.count());
-    for day in 1..6 {
-        tokio::time::sleep(secs(86_400 - 5)).await;
-        join_all((0..100).map(|_| status_of(&service, "/x"))).await;
-        println!("day {day}: {}", api.count());
-        tokio::time::sleep(secs(5)).await;
+async fn one_call_at_a_time_tries_a_credential_after_a_long_pause() {
+    let is_over = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let over = Arc::clone(&is_over);
+    let api = Api::new(move |_, _| match over.load(Ordering::Relaxed) {
+        true => status(200),
+        false => answer(429, &[("retry-after", "99999999")], "no"),
+    });
+    let api = api.taking(Duration::from_millis(500));
+    let service = layer("").layer(api.clone());
+    let callers = async || join_all((0..100).map(|_| status_of(&service, "/x"))).await;
+    callers().await;
+    for day in 1..=4 {
+        tokio::time::sleep(secs(86_400 - 3)).await;
+        let before = api.count();
+        is_over.store(day == 4, Ordering::Relaxed);
+        let statuses = callers().await;
+        let sent = if day == 4 { 100 } else { 1 };
+        assert_eq!((api.count() - before, statuses.contains(&200)), (sent, day == 4), "day {day}");
     }
 }
