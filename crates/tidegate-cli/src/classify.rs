@@ -147,18 +147,27 @@ fn describe(
     let is_final = matches!(verdict.class, Class::Permanent | Class::Auth);
     let closes = verdict.class.is_refusal() || verdict.announced_wait().is_some() && !is_final;
     let is_outage = !verdict.class.is_refusal();
-    let scope = match (verdict.scope, &found.scope_name) {
-        (Scope::Credential, _) => "the whole credential".to_owned(),
-        (Scope::Provider, _) => "all credentials".to_owned(),
-        (Scope::Call, Some(name)) => name.clone(),
-        _ if !closes => "none".to_owned(),
-        (Scope::Named(key), Some(name)) if key == own_scope.key => name.clone(),
-        (Scope::Named(_), Some(name)) if own_scope.is_learnt => format!("{name}, for calls of this route"),
-        (Scope::Named(_), Some(name)) => format!("the request's own, which isn't {name}"),
-        (Scope::Call | Scope::Named(_), _) if is_outage => {
-            "all credentials; only the route of the request while others work".to_owned()
+    let named = found.scope_name.as_deref();
+    let for_all = if is_outage { ", with all credentials" } else { "" };
+    let scope = match verdict.scope {
+        Scope::Credential => "the whole credential".to_owned(),
+        Scope::Provider => "all credentials".to_owned(),
+        Scope::Call if named.is_none() && !closes => "none".to_owned(),
+        Scope::Call | Scope::Named(_) if !closes => named.unwrap_or("none").to_owned(),
+        Scope::Named(key) if key != own_scope.key && !own_scope.is_learnt => {
+            format!("the request's own, which isn't {}{for_all}", named.unwrap_or_default())
         }
-        (Scope::Call | Scope::Named(_), _) => "the whole credential".to_owned(),
+        Scope::Named(key) if key != own_scope.key && own_scope.closes_only => {
+            format!("{}, for calls of this route{for_all}", named.unwrap_or_default())
+        }
+        Scope::Call if own_scope.is_learnt && !own_scope.closes_only && named.is_none() => {
+            format!("the last that a reply has named for this route{for_all}")
+        }
+        Scope::Call | Scope::Named(_) => match named {
+            Some(name) => format!("{name}{for_all}"),
+            None if is_outage => "all credentials; only the route of the request while others work".to_owned(),
+            None => "the whole credential".to_owned(),
+        },
     };
     let may_repeat =
         verdict.class.is_retryable() && (verdict.was_refused || is_idempotent) && !verdict.asks_not_to_retry;

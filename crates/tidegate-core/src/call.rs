@@ -53,8 +53,8 @@ struct RejectedCredentials([u16; 4]);
 
 const NO_CREDENTIAL: u16 = u16::MAX;
 
-/// The mark of a call that waits alone: the keys of scopes don't have it.
-const ALONE: u64 = 1 << 63;
+/// The mark of a call that waits alone.
+const ALONE: u64 = scopes::UNUSED_BIT;
 
 impl Default for RejectedCredentials {
     fn default() -> Self {
@@ -132,8 +132,10 @@ pub struct Call {
     /// request.
     charged_at: Time,
     counted_at: Time,
-    /// The credential that has logged in again for this call.
+    /// The credential that has logged in again for this call, because its token was rejected.
     renewed_credential: u16,
+    /// The credential that has just logged in, which is used first.
+    preferred_credential: u16,
     /// True if its connection has switched protocols.
     is_tunnel: bool,
     /// The credentials that were rejected for this call.
@@ -173,6 +175,7 @@ impl Call {
             charged_at: Time::ZERO,
             counted_at: Time::ZERO,
             renewed_credential: NO_CREDENTIAL,
+            preferred_credential: NO_CREDENTIAL,
             is_tunnel: false,
             rejected: RejectedCredentials::default(),
             holds_budget_retry: false,
@@ -346,7 +349,7 @@ impl Call {
             return self.wait_or_fail(refusal, state, now);
         }
         self.charged_scope = scope;
-        let next = match self.renewed_credential == NO_CREDENTIAL && self.rejected.is_empty() {
+        let next = match self.preferred_credential == NO_CREDENTIAL && self.rejected.is_empty() {
             true if scope.is_none() => state.next_credential(self.cost, now, rng),
             true => state.credential_except(|_| false, scope, self.cost, now, rng),
             false => self.credential_after_rejection(state, now, rng),
@@ -391,12 +394,12 @@ impl Call {
         joins
     }
 
-    /// The credential to try after one was rejected: the one that has just logged in again, or one that wasn't rejected.
+    /// The credential to try after a login or a rejection: the one that has just logged in, or one that wasn't rejected.
     #[cold]
     fn credential_after_rejection(&self, state: &mut ProviderState, now: Time, rng: &mut impl Rng) -> Option<usize> {
-        let renewed = usize::from(self.renewed_credential);
-        if self.renewed_credential != NO_CREDENTIAL && state.pool.is_free(renewed, now) {
-            return Some(renewed);
+        let preferred = usize::from(self.preferred_credential);
+        if self.preferred_credential != NO_CREDENTIAL && state.pool.is_free(preferred, now) {
+            return Some(preferred);
         }
         let (rejected, scope) = (self.rejected, self.charged_scope);
         let other = state.credential_except(|it| rejected.contains(it), scope, self.cost, now, rng);
@@ -509,10 +512,11 @@ impl Call {
         };
         state.pool.record_use(credential);
         let scope = self.charged_scope;
-        let ended_before = match state.remaining_trackers.get_mut(credential) {
-            _ if scope.counted() != 0 => state.scopes.record_sent(scope.counted(), credential, self.cost, now),
-            Some(tracker) => tracker.record_sent(self.cost),
-            None => EndedTotals::default(),
+        let ended_before = if scope.counted() != 0 {
+            state.scopes.record_sent(scope.counted(), credential, self.cost, now)
+        } else {
+            let tracker = state.remaining_trackers.get_mut(credential);
+            tracker.map_or(EndedTotals::default(), |tracker| tracker.record_sent(self.cost))
         };
         state.round_trips.record_grant(now);
         if let Some(pace) = state.pace_of_mut(scope.counted(), now) {

@@ -12,13 +12,10 @@ use thiserror::Error;
 
 use crate::heap::IndexHeap;
 use crate::time::MAX_CLOCK_LAG;
-use crate::{LimitId, Span, Time};
+use crate::{LimitId, Time};
 
 /// The maximum number of credentials in one pool.
 pub const MAX_CREDENTIALS: usize = 1024;
-
-/// The least length of a closing after which one call at a time tries the credential.
-const LONG_CLOSING: Span = Span::from_secs(60);
 
 /// The way in which calls are distributed over the available credentials.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,7 +50,7 @@ pub struct CredentialPool {
     use_count: u64,
     in_flight: Vec<u32>,
     max_in_flight: u32,
-    /// The present maximum of each credential: one call more while it is tried again after a long closing.
+    /// The present maximum of each credential: one call more while it is tried again after a closing that was cut.
     present_max: Vec<u32>,
     /// The available credentials, by the turn that they wait for or by their last use.
     available: IndexHeap<u64>,
@@ -62,6 +59,8 @@ pub struct CredentialPool {
     closings: Vec<Closings>,
     /// The time of the last entry about a closed credential.
     updated_at: Time,
+    /// The end of the last closing that was cut.
+    reopened_at: Time,
 }
 
 /// The known times of a closed credential. Any of the times may be over.
@@ -73,8 +72,8 @@ struct Closings {
     full: Option<(LimitId, Time)>,
     /// The time until which the credential is certainly closed.
     certain_until: Time,
-    /// True if the provider has closed it for a long time.
-    is_long: bool,
+    /// True if the provider has asked for more.
+    is_cut: bool,
     spent_quota: Option<(LimitId, Time)>,
 }
 
@@ -98,6 +97,7 @@ impl CredentialPool {
             closed: IndexHeap::default(),
             closings: alloc::vec![Closings::default(); credentials],
             updated_at: Time::ZERO,
+            reopened_at: Time::ZERO,
         };
         for credential in 0..credentials {
             pool.reopen(credential);
@@ -237,12 +237,18 @@ impl CredentialPool {
     }
 
     /// Records that the provider refuses calls with the credential before `until`. Of several entries the longest counts,
-    /// because each has another reason. After a minute or more, it is tried by one call at a time, until
-    /// [`record_success`](Self::record_success).
+    /// because each has another reason.
     pub fn set_cooling_until(&mut self, credential: usize, until: Time, now: Time) {
         if let Some(closings) = self.close(credential, until, now) {
             closings.cooling_until = closings.cooling_until.max(until);
-            closings.is_long |= until.since(now) >= LONG_CLOSING;
+        }
+    }
+
+    /// Records that the present closing of a credential ends before the provider has asked for. From its end on, one call at
+    /// a time tries the credential, until [`record_success`](Self::record_success).
+    pub fn set_cut(&mut self, credential: usize) {
+        if let Some(closings) = self.closings.get_mut(credential) {
+            closings.is_cut = true;
         }
     }
 
@@ -252,9 +258,9 @@ impl CredentialPool {
         self.present_max.get(credential).is_some_and(|max| *max < self.max_in_flight)
     }
 
-    /// Records that the provider has accepted a call with the credential.
-    pub fn record_success(&mut self, credential: usize) {
-        let Some(index) = self.checked_index(credential) else { return };
+    /// Records that the provider has accepted a call with the credential that was sent at this time.
+    pub fn record_success(&mut self, credential: usize, sent_at: Time) {
+        let Some(index) = self.checked_index(credential).filter(|_| sent_at >= self.reopened_at) else { return };
         self.present_max[credential] = self.max_in_flight;
         self.update_availability(index);
     }
@@ -330,6 +336,7 @@ impl CredentialPool {
     /// Makes every credential available that isn't busy.
     pub fn end_all_cooldowns(&mut self) {
         for credential in 0..self.size() {
+            self.closings[credential].is_cut = false;
             self.present_max[credential] = self.max_in_flight;
             self.reopen(credential);
         }
@@ -338,8 +345,10 @@ impl CredentialPool {
     /// Opens the credential and deletes all entries about it.
     fn reopen(&mut self, credential: usize) {
         let Some(index) = self.checked_index(credential) else { return };
+        let until = self.closed.key(index);
         self.closed.remove(index);
-        if core::mem::take(&mut self.closings[credential]).is_long {
+        if core::mem::take(&mut self.closings[credential]).is_cut {
+            self.reopened_at = until.unwrap_or(self.reopened_at);
             // Calls from before the closing, such as streams, may last.
             self.present_max[credential] = self.max_in_flight.min(self.in_flight[credential].saturating_add(1));
         }

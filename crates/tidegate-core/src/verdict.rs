@@ -125,6 +125,8 @@ pub struct Verdict {
     pub class: Class,
     /// The wait that the reply asks for. Zero is the same as `None`.
     pub wait: Option<Span>,
+    /// True if the provider asks for more than this wait, which is the longest pause. Then one call at a time tries it.
+    pub is_cut: bool,
     /// The part of the provider that waits.
     pub scope: Scope,
     /// True if the request was not carried out, so that it may be sent again with any method.
@@ -151,6 +153,7 @@ impl Verdict {
         Self {
             class,
             wait: None,
+            is_cut: false,
             scope: Scope::Call,
             was_refused: class.is_refusal(),
             asks_not_to_retry: false,

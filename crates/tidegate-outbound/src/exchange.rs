@@ -396,6 +396,8 @@ where
             json_body: self.json_body.clone(),
             attempts_before: self.body.attempt_count(),
             token: self.token.clone(),
+            // A hedge waits for nothing.
+            postponements: MAX_POSTPONEMENTS,
             reservations: Vec::new(),
             ..*self
         })

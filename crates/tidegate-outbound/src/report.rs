@@ -32,7 +32,7 @@ pub struct ProviderReport {
     pub credentials: Vec<CredentialReport>,
     /// The number of credentials in each state. A provider without credentials has one anonymous credential.
     pub credential_states: CredentialStates,
-    /// The number of scopes and routes that the provider keeps closed now in this process, counted with each credential.
+    /// The number of scopes and routes that are closed now in this process, for all credentials or for one.
     pub closed_scopes: usize,
     /// The number of retries that can be spent now; `None` without a retry budget.
     pub retry_budget: Option<u64>,

@@ -12,6 +12,7 @@ mod source;
 mod times;
 mod wait;
 
+use std::cell::LazyCell;
 use std::fmt;
 use std::sync::LazyLock;
 
@@ -296,9 +297,7 @@ impl VerdictRules {
 
     /// The scopes that rules may find in the reply to a request.
     fn rule_scopes(&self, request: &RequestFacts<'_>) -> Vec<ToldScope> {
-        let told_scope = |rule: &Rule| {
-            let RuleScope::Named(parts) = &rule.scope else { return None };
-            let when = rule.when.iter().find(|when| when.request.holds(request))?;
+        let told_scope = |parts: &[Source], when: &Condition| {
             let exchange = Exchange { request, reply: None, captures: &when.captures(request) };
             let own = parts.iter().filter(|part| !part.is_in_reply()).map(|part| part.name(&exchange));
             let name = own.collect::<Option<Vec<_>>>()?.join("/");
@@ -308,7 +307,14 @@ impl VerdictRules {
                 && (when.request != RequestCondition::default() || tells_requests());
             Some(ToldScope { name, is_whole })
         };
-        self.rules.iter().filter_map(told_scope).collect()
+        let told_by = |rule: &Rule| match &rule.scope {
+            RuleScope::Named(parts) => {
+                let fitting = rule.when.iter().filter(|when| when.request.holds(request));
+                fitting.filter_map(|when| told_scope(parts, when)).collect()
+            }
+            RuleScope::Call | RuleScope::Credential | RuleScope::Provider => Vec::new(),
+        };
+        self.rules.iter().flat_map(told_by).collect()
     }
 
     /// The longest body of the reply that some rule asks for. `None` if no rule does, or the reply is a stream or encoded.
@@ -352,10 +358,11 @@ impl VerdictRules {
         let reply = Reply { headers, body: body.map(Document::new) };
         let is_declared = |name: &HeaderName| self.allowances.iter().any(|rule| rule.names_header(name));
         let mut hints = Hints::read_except(headers, is_declared, now);
-        let clock = reply_clock(headers, now);
+        // Most replies need none.
+        let clock = LazyCell::new(|| reply_clock(headers, now));
         if !self.allowances.is_empty() {
             let exchange = Exchange { request, reply: Some(&reply), captures: &[] };
-            self.allowances.iter().for_each(|rule| rule.read(&exchange, clock, &mut hints));
+            self.allowances.iter().for_each(|rule| rule.read(&exchange, *clock, &mut hints));
         }
         let mut classified = Classified::from_head(status, &hints, headers, now);
         let mut max_pause = None;
@@ -365,7 +372,7 @@ impl VerdictRules {
             if let Some(class) = rule.class {
                 classified.decide(class, rule.name, &hints, now);
             }
-            if let Some(found) = rule.wait.find(&exchange, clock) {
+            if let Some(found) = rule.wait.find(&exchange, *clock) {
                 classified.set_wait(found);
             }
             max_pause = rule.max_pause.or(max_pause);
@@ -375,9 +382,15 @@ impl VerdictRules {
         }
         // What is usual in bodies, if neither a rule nor a header tells a wait.
         let verdict = &mut classified.verdict;
-        if verdict.announced_wait().is_none() && (verdict.class.is_refusal() || verdict.class == Class::Unavailable) {
+        let may_tell = verdict.class.is_refusal() || matches!(verdict.class, Class::Unavailable | Class::Transient);
+        if verdict.announced_wait().is_none() && may_tell && reply.body.is_some() {
             let exchange = Exchange { request, reply: Some(&reply), captures: &[] };
-            verdict.wait = USUAL_WAITS.find(&exchange, clock).map(|found| found.wait).or(verdict.wait);
+            if let Some(found) = USUAL_WAITS.find(&exchange, *clock) {
+                verdict.wait = Some(found.wait);
+                if verdict.class == Class::Transient {
+                    verdict.class = Class::Unavailable;
+                }
+            }
         }
         if !is_scoped {
             self.name_scope(request, &reply, &mut classified, provider);
@@ -450,7 +463,8 @@ static USUAL_WAITS: LazyLock<WaitRule> = LazyLock::new(|| {
     let sources = vec![
         value("/retry_after", seconds),
         value("/*/retry_after", seconds),
-        value("/error/details/*/retryDelay", TimeUnit::Duration),
+        // The stream of a Google API begins with an array.
+        value("/error/details/*/retryDelay or /*/error/details/*/retryDelay", TimeUnit::Duration),
     ];
     WaitRule { sources, is_latest: false }
 });
@@ -490,7 +504,7 @@ impl Classified {
     /// The verdict by the status and the usual headers alone, for a reply that arrived at `now`.
     ///
     /// A 403 that says that nothing is left, or when to come back, is throttled. A failure that says when to come back is
-    /// unavailable until then, and so are 423 and 477. For a 200 with another `grpc-status`, the class follows the HTTP
+    /// unavailable until then, and so are 413, 423 and 477. For a 200 with another `grpc-status`, the class follows the HTTP
     /// status that `google.rpc.Code` gives for it: 14 is 503, 8 is 429.
     pub fn of_head(status: StatusCode, headers: &HeaderMap, now: Time) -> Self {
         let hints = Hints::read(headers, now);
@@ -504,7 +518,8 @@ impl Classified {
         let has_wait = hints.retry_after.is_some();
         let class = match (status.as_u16(), Class::from_status(status.as_u16())) {
             (403, _) if has_wait || hints.exhausted => Class::Throttled,
-            (423 | 477, _) | (_, Class::Transient) if has_wait => Class::Unavailable,
+            (413 | 423 | 477, _) | (_, Class::Transient) if has_wait => Class::Unavailable,
+            (_, Class::Permanent) if hints.asks_to_retry => Class::Transient,
             (_, class) => class,
         };
         let found = usual_wait(class, hints, now);
@@ -562,7 +577,7 @@ impl Classified {
         resets.chain(&mut self.verdict.spent_until).for_each(|at| *at = (now + max_pause).min(*at));
         let asked = self.verdict.wait.filter(|wait| *wait > max_pause);
         if asked.is_some() {
-            (self.cut_wait, self.verdict.wait) = (asked, Some(max_pause));
+            (self.cut_wait, self.verdict.wait, self.verdict.is_cut) = (asked, Some(max_pause), true);
         }
     }
 }

@@ -177,9 +177,10 @@ impl ProviderState {
         self.lanes.clear_all_refusals();
     }
 
-    /// The scopes that replies keep closed now: their keys, each with its credential and its end.
-    pub fn closed_scopes(&self, now: Time) -> impl Iterator<Item = (u64, usize, Time)> {
-        self.scopes.closed(now)
+    /// The scopes that replies have closed: their keys, each with its credential (`None` for all) and its end, which may be
+    /// over.
+    pub fn scope_closings(&self) -> impl Iterator<Item = (u64, Option<usize>, Time)> {
+        self.scopes.closings()
     }
 
     /// Continues with what an adaptive limit has [learnt](AdaptiveLimit::learnt) before.

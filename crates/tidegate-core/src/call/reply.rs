@@ -3,9 +3,10 @@
 use rand_core::Rng;
 
 use super::routes::Rejection;
+use super::scopes::ALL_CREDENTIALS;
 use super::{
-    AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NO_CREDENTIAL, NextStep,
-    ProviderState, SentRequest, push_required,
+    AttemptReport, Call, CallFailure, CallRules, CallScope, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NO_CREDENTIAL,
+    NextStep, ProviderState, SentRequest, push_required,
 };
 use crate::breaker::BreakerPermit;
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
@@ -34,11 +35,16 @@ impl Call {
         let verdict = &reply.verdict;
         let Some(credential) = self.finish_attempt(rules, state, reply, now, rng) else { return NextStep::Done };
         if reply.is_postponed && now < self.deadline {
+            // The credential that has just logged in is used next, if it still has room.
+            self.preferred_credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
+            self.requests -= 1;
+            state.stats.postponed += 1;
             self.keeps_place = true;
             return NextStep::RetryAt(now);
         }
         if self.needs_login_renewal(rules, reply, credential) {
             self.renewed_credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
+            self.preferred_credential = self.renewed_credential;
             return NextStep::RenewLogin { credential };
         }
         // A provider that asks not to retry means the rejected credential.
@@ -133,7 +139,7 @@ impl Call {
         if rules.credential_keys.len() == 1 || now >= self.deadline {
             return false;
         }
-        self.renewed_credential = NO_CREDENTIAL;
+        (self.renewed_credential, self.preferred_credential) = (NO_CREDENTIAL, NO_CREDENTIAL);
         if !self.rejected.push(credential) {
             return false;
         }
@@ -203,7 +209,7 @@ impl Call {
             state.record_end(sent.lane, sent.credential);
         }
         if state.pool.is_on_trial(sent.credential) && class.proves_provider() && class != Class::Auth {
-            state.pool.record_success(sent.credential);
+            state.pool.record_success(sent.credential, sent.sent_at);
             state.lanes.clear_refusals();
         }
         let correction = match reply.delivery {
@@ -305,26 +311,29 @@ impl Call {
         now: Time,
     ) {
         let counted = sent.scope.counted();
-        let scope = match self.told_scope(verdict) {
-            Scope::Call if counted == 0 => Scope::Credential,
-            scope => scope,
-        };
-        if let (Scope::Named(key), true) = (scope, self.scope.is_learnt) {
-            state.scopes.teach(self.scope.route, key);
+        let told = self.told_scope(verdict);
+        if let (Scope::Named(key), CallScope { route, is_learnt: true, closes_only: false, .. }) = (told, self.scope) {
+            state.scopes.teach(route, key);
         }
         let is_alone = rules.credential_keys.len() == 1;
         let wait = verdict.announced_wait().unwrap_or(Span::ZERO).min(MAX_CLOSING);
+        let is_quota = verdict.class == Class::Quota;
+        let wait = if is_quota && wait.is_zero() { QUOTA_PROBE_INTERVAL } else { wait };
+        let closes = !wait.is_zero() || verdict.class.is_refusal();
+        let part = if closes {
+            self.closed_part(rules, state, sent, (verdict, is_one_route), now + wait, now)
+        } else {
+            Part::default()
+        };
         match verdict.class {
             // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
             Class::Throttled if state.pace.is_some() && is_alone && wait.is_zero() => {}
             Class::Throttled | Class::Quota => {
-                let is_quota = verdict.class == Class::Quota;
-                let wait = if is_quota && wait.is_zero() { QUOTA_PROBE_INTERVAL } else { wait };
-                if !is_quota && scope == Scope::Credential {
+                if !is_quota && part == Part::default() {
                     state.double_lead(sent.sent_at, now);
                 }
                 let closing = if self.has_reservation { Closing::Reserved } else { Closing::Throttled };
-                state.close(rules, sent, scope, closing, wait, now);
+                state.close(rules, sent, part, closing, wait, now);
                 if let Some(quota) = verdict.spent_quota {
                     state.pool.set_spent_quota(sent.credential, quota, now + wait);
                 } else if !wait.is_zero()
@@ -333,19 +342,10 @@ impl Call {
                     pace.record_wait(wait, now);
                 }
             }
-            Class::Unavailable | Class::Transient | Class::Unknown if !wait.is_zero() => {
-                // An outage isn't one of the credential.
-                let scope = match scope {
-                    Scope::Credential if verdict.scope == Scope::Call => match is_one_route {
-                        true => return state.close_route(rules, sent, self.scope.route, wait, now),
-                        false => Scope::Provider,
-                    },
-                    scope => scope,
-                };
-                state.close(rules, sent, scope, Closing::Paused, wait, now);
-            }
             // The end of the pause is another first call.
-            Class::Success if !wait.is_zero() => state.close(rules, sent, scope, Closing::Paused, wait, now),
+            Class::Unavailable | Class::Transient | Class::Unknown | Class::Success if closes => {
+                state.close(rules, sent, part, Closing::Paused, wait, now);
+            }
             Class::Success => {
                 if sent.generation > 0 {
                     let key = rules.credential_keys[sent.credential];
@@ -362,17 +362,20 @@ impl Call {
                 }
             }
             Class::Auth if !rules.can_renew_login || self.has_renewed(sent.credential) => {
-                match state.routes.record_rejection(self.scope.route, sent.credential, now) {
+                let is_certain = verdict.rejects_credential;
+                match state.routes.record_rejection(self.scope.route, sent.credential, is_certain, now) {
                     // Without routes, a credential that another one replaces for the same request is known to be rejected.
-                    Rejection::OfCredential if verdict.rejects_credential && self.scope.route == 0 => {}
+                    Rejection::OfCredential if is_certain && self.scope.route == 0 => {}
                     Rejection::OfCredential => disable_credential(rules, state, sent.credential, now),
-                    Rejection::AtRoute if counted == 0 && self.scope.key == 0 => {
-                        state.reject_at_route(self.scope.route, sent.credential, now);
-                    }
-                    Rejection::AtRoute | Rejection::Unknown => {}
+                    Rejection::AtRoute => self.leave_out_at_route(rules, state, sent, now),
+                    Rejection::Unknown => {}
                 }
             }
             _ => {}
+        }
+        if verdict.is_cut && closes {
+            let closed = 0..rules.credential_keys.len();
+            closed.filter(|it| part.for_all || *it == sent.credential).for_each(|it| state.pool.set_cut(it));
         }
         if verdict.class == Class::Success {
             // A credential that works elsewhere may not use this path, which a caller has chosen.
@@ -387,13 +390,59 @@ impl Call {
             rules.tracks_remaining && (verdict.remaining.calls.is_some() || verdict.remaining.cost.is_some());
         if let Some(until) = verdict.spent_until.filter(|until| *until > now && !state.gives_reservations && !is_known)
         {
-            let key = match scope {
+            let key = match told {
                 Scope::Named(key) if counted != 0 => key,
                 _ => counted,
             };
             if key == 0 || !state.scopes.close(key, sent.credential, until, key != counted, now) {
                 state.pool.set_cooling_until(sent.credential, until, now);
             }
+        }
+    }
+
+    /// The part of the provider that a reply closes until a time.
+    fn closed_part(
+        &self,
+        rules: &CallRules,
+        state: &mut ProviderState,
+        sent: &SentRequest,
+        (verdict, is_one_route): (&Verdict, bool),
+        until: Time,
+        now: Time,
+    ) -> Part {
+        // An outage isn't one of the credential.
+        let for_all = verdict.class.is_failure();
+        let CallScope { route, key: own, is_learnt, closes_only } = self.scope;
+        let has_room = rules.has_room_for_scope(self.lane);
+        match self.told_scope(verdict) {
+            Scope::Named(key) if has_room => {
+                let until = until.max(now + OTHER_SCOPE_CLOSING);
+                let is_known = !(is_learnt && closes_only) || state.scopes.teach_closed(route, key, until, now);
+                if is_known { Part { key, for_all, is_taught: key != own } } else { Part::default() }
+            }
+            Scope::Call if sent.scope.counted() != 0 => Part { key: sent.scope.counted(), for_all, ..Part::default() },
+            // One route that fails while others work.
+            Scope::Call if for_all && is_one_route && has_room => match own {
+                0 if !state.scopes.teach_closed(route, route, until, now) => Part { for_all, ..Part::default() },
+                0 => Part { key: route, for_all, ..Part::default() },
+                _ => Part { key: own, for_all, ..Part::default() },
+            },
+            Scope::Call => Part { for_all, ..Part::default() },
+            Scope::Named(_) | Scope::Credential => Part::default(),
+            Scope::Provider => Part { for_all: true, ..Part::default() },
+        }
+    }
+
+    /// Leaves a credential out for its scope or its route, for which others are accepted, unless it is the last there.
+    fn leave_out_at_route(&self, rules: &CallRules, state: &mut ProviderState, sent: &SentRequest, now: Time) {
+        let ProviderState { scopes, routes, .. } = state;
+        let CallScope { route, .. } = self.scope;
+        let (credential, until) = (sent.credential, now + DISABLE_TIME);
+        let key = if sent.scope.is_none() { route } else { sent.scope.key() };
+        let is_closed = |it: usize| it == credential || scopes.closed_until(key, it) > now;
+        let has_other = rules.has_room_for_scope(self.lane) && routes.has_other(is_closed, now);
+        if has_other && (!sent.scope.is_none() || scopes.teach_closed(route, route, until, now)) {
+            scopes.close(key, credential, until, false, now);
         }
     }
 
@@ -444,79 +493,71 @@ impl ProviderState {
         &mut self.store_requests.updates
     }
 
-    /// Closes a scope for a wait, here and in the store. Zero is the length that the store chooses.
-    fn close(&mut self, rules: &CallRules, sent: &SentRequest, scope: Scope, closing: Closing, wait: Span, now: Time) {
-        let key = match scope {
-            Scope::Call => sent.scope.key(),
-            Scope::Named(key) => key,
-            Scope::Credential | Scope::Provider => 0,
-        };
+    /// Closes a part for a wait, here and in the store. Zero is the length that the store chooses.
+    fn close(&mut self, rules: &CallRules, sent: &SentRequest, part: Part, closing: Closing, wait: Span, now: Time) {
+        let Part { mut key, for_all, is_taught } = part;
         let is_other = key != 0 && key != sent.scope.key();
         // The request hasn't passed the gate of another scope, so that it can't lengthen its closings.
         let wait = if is_other && wait.is_zero() { OTHER_SCOPE_CLOSING } else { wait };
         let free_at = now + wait;
-        let verb = |generation| match closing {
-            Closing::Throttled => Verb::Throttle { generation },
-            // At the end of a longer closing, a reservation could be over.
-            Closing::Reserved | Closing::Paused => Verb::Debit,
-        };
         let credential = sent.credential;
         if key != 0 {
             // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
             let until = if wait.is_zero() { now + MIN_CLOSING } else { free_at };
+            let place = if for_all { ALL_CREDENTIALS } else { credential };
             let has_room = match closing {
-                Closing::Reserved => self.scopes.close_exactly(key, credential, until, now),
-                Closing::Throttled | Closing::Paused => {
-                    self.scopes.close(key, credential, until, matches!(scope, Scope::Named(_)), now)
-                }
+                Closing::Reserved => self.scopes.close_exactly(key, place, until, now),
+                Closing::Throttled | Closing::Paused => self.scopes.close(key, place, until, is_taught, now),
             };
-            if has_room {
-                let verb = if is_other { Verb::Debit } else { verb(sent.scope_generation) };
-                let op = cooldown_op(rules, rules.scope_key(credential, key), verb);
-                let _ = self.updates().push(Op { cost: wait.as_micros(), ..op });
-                return;
+            if !has_room {
+                key = 0;
             }
         }
-        let op = cooldown_op(rules, rules.credential_keys[credential], verb(sent.generation));
-        push_required(self.updates(), Op { cost: wait.as_micros(), ..op });
-        match closing {
-            _ if wait.is_zero() => self.pool.set_cooling_until(credential, now + MIN_CLOSING, now),
-            Closing::Reserved => {
-                self.pool.set_reserved_at(credential, free_at, now);
-                self.lanes.clear_refusals();
+        let store_key = |credential: usize| match key {
+            0 => rules.credential_keys[credential],
+            _ => rules.scope_key(credential, key),
+        };
+        let generation = if key == 0 { sent.generation } else { sent.scope_generation };
+        let verb = match closing {
+            Closing::Throttled if key == 0 || !is_other => Verb::Throttle { generation },
+            // At the end of a longer closing, a reservation could be over.
+            Closing::Throttled | Closing::Reserved | Closing::Paused => Verb::Debit,
+        };
+        let op = |credential, verb| Op { cost: wait.as_micros(), ..cooldown_op(rules, store_key(credential), verb) };
+        let own = op(credential, verb);
+        if key == 0 {
+            push_required(self.updates(), own);
+            match closing {
+                _ if wait.is_zero() => self.pool.set_cooling_until(credential, now + MIN_CLOSING, now),
+                Closing::Reserved => {
+                    self.pool.set_reserved_at(credential, free_at, now);
+                    self.lanes.clear_refusals();
+                }
+                Closing::Throttled | Closing::Paused => self.pool.set_closed_until(credential, free_at, now),
             }
-            Closing::Throttled | Closing::Paused => self.pool.set_closed_until(credential, free_at, now),
+        } else {
+            let _ = self.updates().push(own);
         }
-        if scope == Scope::Provider && !wait.is_zero() {
-            for other in (0..rules.credential_keys.len()).filter(|other| *other != credential) {
+        for other in (0..rules.credential_keys.len()).filter(|other| for_all && !wait.is_zero() && *other != credential)
+        {
+            if key == 0 {
                 self.pool.set_closed_until(other, free_at, now);
-                // Those that don't fit into the batch are closed in this process alone.
-                let op = cooldown_op(rules, rules.credential_keys[other], Verb::Debit);
-                let _ = self.updates().push(Op { cost: wait.as_micros(), ..op });
             }
+            // Those that don't fit into the batch are closed in this process alone.
+            let _ = self.updates().push(op(other, Verb::Debit));
         }
     }
 }
 
-impl ProviderState {
-    /// Closes a route for all credentials. Calls of it wait together from now on, beside the others.
-    fn close_route(&mut self, rules: &CallRules, sent: &SentRequest, route: u64, wait: Span, now: Time) {
-        self.scopes.teach(route, route);
-        self.close(rules, sent, Scope::Named(route), Closing::Paused, wait, now);
-        for other in (0..rules.credential_keys.len()).filter(|other| *other != sent.credential) {
-            // Without room, each finds out by itself.
-            self.scopes.close(route, other, now + wait, true, now);
-        }
-    }
-
-    /// Leaves a credential out at a route, for which others are accepted, unless it is the last there.
-    fn reject_at_route(&mut self, route: u64, credential: usize, now: Time) {
-        let Self { scopes, routes, .. } = self;
-        let is_closed = |it: usize| it == credential || scopes.closed_until(route, it) > now;
-        if routes.has_other(is_closed, now) && scopes.teach_itself(route) {
-            scopes.close(route, credential, now + DISABLE_TIME, true, now);
-        }
-    }
+/// The part of a provider that a reply closes. The default is the credential.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Part {
+    /// The key of a scope; 0 for everything.
+    key: u64,
+    /// True for all credentials.
+    for_all: bool,
+    /// True if the reply names the scope.
+    is_taught: bool,
 }
 
 /// The reason of a closing.

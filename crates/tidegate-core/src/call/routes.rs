@@ -11,6 +11,8 @@ const MAX_ROUTES: usize = 8;
 const MEMORY: Span = Span::from_secs(300);
 /// A credential with a good reply in the last time of this length works.
 const WORKING_TIME: Span = Span::from_secs(1);
+/// The least number of rejections in a row, over at least [`WORKING_TIME`], after which a credential isn't used at a route.
+const MIN_REJECTIONS: u32 = 3;
 
 /// The routes of the failures since the last good reply.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,6 +39,9 @@ struct CredentialRecord {
     disabled_until: Time,
     /// A route at which it was rejected since, although others have succeeded there.
     rejected_at: u64,
+    /// The number of its rejections since, and the time of the first.
+    rejections: u32,
+    rejected_since: Time,
 }
 
 /// The meaning of the rejection of a credential.
@@ -44,7 +49,7 @@ struct CredentialRecord {
 pub(super) enum Rejection {
     /// Unknown: no other credential is known to be accepted there, or there is no other.
     Unknown,
-    /// It may not be used at this route, where others succeed. A caller may have chosen the path.
+    /// It may not be used at this route: for a while, it has only been rejected, while others have succeeded there.
     AtRoute,
     /// It was rejected at two routes at which others succeed, since its last success. Or the route is unknown, so that
     /// routes can't tell.
@@ -75,7 +80,7 @@ impl Routes {
             return;
         }
         if let Some(record) = self.credentials.get_mut(credential) {
-            (record.succeeded_at, record.rejected_at) = (now, 0);
+            (record.succeeded_at, record.rejected_at, record.rejections) = (now, 0, 0);
         }
         let newest = &mut self.good[self.newest];
         if newest.route == route && newest.credential == credential {
@@ -108,19 +113,31 @@ impl Routes {
             && self.good.iter().filter(is_recent).any(|good| good.route != route)
     }
 
-    /// Records that a credential was rejected, and returns what that says about it.
+    /// Records that a credential was rejected, and returns what that says about it. `is_certain` if the reply is about the
+    /// credential and not about what it asks for.
+    ///
+    /// Callers may choose a path that one credential may not use, or none. So a rejection at one route counts only if the
+    /// credential hasn't succeeded anywhere for a while.
     #[cold]
-    pub(super) fn record_rejection(&mut self, route: u64, credential: usize, now: Time) -> Rejection {
-        let is_good = |good: &GoodReply| {
-            good.route == route && good.credential != credential && good.at <= now && now < good.at + MEMORY
+    pub(super) fn record_rejection(&mut self, route: u64, credential: usize, is_certain: bool, now: Time) -> Rejection {
+        let Some(record) = self.credentials.get_mut(credential) else { return Rejection::Unknown };
+        if route == 0 {
+            return Rejection::OfCredential;
+        }
+        let of_others = self.good.iter().filter(|good| good.route == route && good.credential != credential);
+        let Some(good_at) = of_others.map(|good| good.at).filter(|at| *at <= now && now < *at + MEMORY).max() else {
+            return Rejection::Unknown;
         };
-        let others_succeed = self.good.iter().any(is_good);
-        match self.credentials.get_mut(credential) {
-            Some(_) if route == 0 => Rejection::OfCredential,
-            Some(record) if others_succeed => {
-                let before = core::mem::replace(&mut record.rejected_at, route);
-                if before != 0 && before != route { Rejection::OfCredential } else { Rejection::AtRoute }
-            }
+        let before = core::mem::replace(&mut record.rejected_at, route);
+        if record.rejections == 0 || now < record.rejected_since {
+            (record.rejections, record.rejected_since) = (0, now);
+        }
+        record.rejections = record.rejections.saturating_add(u32::from(is_certain));
+        let is_lasting = record.rejections >= MIN_REJECTIONS && record.rejected_since + WORKING_TIME <= now;
+        match before {
+            0 => Rejection::Unknown,
+            _ if before != route => Rejection::OfCredential,
+            _ if is_certain && is_lasting && good_at >= record.rejected_since => Rejection::AtRoute,
             _ => Rejection::Unknown,
         }
     }
@@ -186,15 +203,20 @@ mod tests {
     fn a_credential_is_rejected_at_two_routes_at_which_others_succeed() {
         let mut routes = Routes::new(2);
         let unknown = Rejection::Unknown;
-        assert_eq!(routes.record_rejection(1, 1, at(0)), unknown, "nobody succeeds there");
+        let reject = |routes: &mut Routes, route, secs| routes.record_rejection(route, 1, true, at(secs));
+        assert_eq!(reject(&mut routes, 1, 0), unknown, "nobody succeeds there");
         routes.record_good(1, 0, true, at(0));
         routes.record_good(2, 0, true, at(0));
-        assert_eq!(routes.record_rejection(1, 1, at(1)), Rejection::AtRoute);
-        assert_eq!(routes.record_rejection(1, 1, at(2)), Rejection::AtRoute, "a path of the caller's choice");
-        assert_eq!(routes.record_rejection(3, 1, at(3)), unknown, "nobody succeeds there");
-        assert_eq!(routes.record_rejection(2, 1, at(4)), Rejection::OfCredential);
+        assert_eq!(reject(&mut routes, 1, 1), unknown);
+        assert_eq!(reject(&mut routes, 1, 1), unknown, "a path of the caller's choice");
+        assert_eq!(reject(&mut routes, 3, 3), unknown, "nobody succeeds there");
+        assert_eq!(reject(&mut routes, 1, 3), unknown, "the others haven't succeeded since");
+        routes.record_good(1, 0, true, at(3));
+        assert_eq!(reject(&mut routes, 1, 3), Rejection::AtRoute);
+        assert_eq!(routes.record_rejection(1, 1, false, at(3)), unknown, "another refusal");
+        assert_eq!(reject(&mut routes, 2, 4), Rejection::OfCredential);
         routes.record_good(1, 1, true, at(5));
-        assert_eq!(routes.record_rejection(2, 1, at(6)), Rejection::AtRoute, "it has succeeded since");
+        assert_eq!(reject(&mut routes, 2, 6), unknown, "it has succeeded since");
         assert!(routes.works(1, at(5)) && !routes.works(1, at(6)));
     }
 

@@ -27,13 +27,20 @@ const SEARCH_INTERVAL: Span = Span::from_secs(1);
 /// The credential with which the pace of a scope is kept.
 const PACED_CREDENTIAL: usize = 0;
 
+/// The place of what concerns a scope with all credentials.
+pub(super) const ALL_CREDENTIALS: usize = u16::MAX as usize;
+
+/// The time after a closing in which calls of its route still belong to its scope, so that they return one after the
+/// other.
+const RELEASE_TIME: Span = Span::from_secs(10);
+
 /// The route of a call, and the scope that its request names. The default is none of both.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallScope {
     /// A hash of what is called, such as the method and the path without ids; 0 if it is unknown. Failures and rejections
     /// at one route are told from those at several.
     pub route: u64,
-    /// The key of the scope that the request names; 0 if it names none.
+    /// The key of the scope that the request names; 0 if it names none. Neither it nor the route has the highest bit.
     pub key: u64,
     /// True if replies name the scope of the route.
     pub is_learnt: bool,
@@ -56,12 +63,15 @@ impl CallScope {
     }
 }
 
-/// The scope that an attempt is charged to: its key, which hasn't the highest bit, and that bit if it is only closed. In
-/// few bytes, because calls are moved often.
+/// The bit that keys of scopes and routes don't have.
+pub(super) const UNUSED_BIT: u64 = 1 << 63;
+
+/// The scope that an attempt is charged to: its key, and another bit if it is only closed. In few bytes, because calls are
+/// moved often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ChargedScope(u64);
 
-const CLOSES_ONLY: u64 = 1 << 63;
+const CLOSES_ONLY: u64 = UNUSED_BIT;
 
 impl ChargedScope {
     fn new(key: u64, closes_only: bool) -> Self {
@@ -110,6 +120,7 @@ pub(super) struct Scopes {
     routes: BTreeMap<u64, u64>,
     /// The time of the last search for a scope that a caller names, and for one that a reply has named.
     searched_at: [Time; 2],
+    routes_searched_at: Time,
 }
 
 impl Scopes {
@@ -130,19 +141,21 @@ impl Scopes {
         !self.routes.is_empty()
     }
 
-    /// True if the calls of a route belong to a scope that is closed with some credential.
+    /// True if the calls of a route belong to a scope that is closed with some credential, or was until just now.
     #[cold]
     pub(super) fn is_route_closed(&mut self, route: u64, now: Time) -> bool {
         let Some(key) = self.routes.get(&route).copied() else { return false };
-        let is_closed = self.with_all_credentials(key).any(|state| state.closed_until > now);
+        let is_closed = self.last_end(key) + RELEASE_TIME > now;
         if !is_closed {
             self.routes.remove(&route);
         }
         is_closed
     }
 
-    fn with_all_credentials(&self, key: u64) -> impl Iterator<Item = &ScopeState> {
-        self.states.range((key, 0)..=(key, u16::MAX)).map(|(_, state)| state)
+    /// The last end of the closings of a scope. [`Time::ZERO`] without any.
+    fn last_end(&self, key: u64) -> Time {
+        let states = self.states.range((key, 0)..=(key, u16::MAX));
+        states.map(|(_, state)| state.closed_until).max().unwrap_or(Time::ZERO)
     }
 
     /// Learns that the calls of a route belong to a scope.
@@ -157,30 +170,53 @@ impl Scopes {
         self.routes.insert(route, key);
     }
 
-    /// Makes a route a scope of its own. Returns false if it belongs to another.
-    pub(super) fn teach_itself(&mut self, route: u64) -> bool {
-        let is_free = self.routes.get(&route).is_none_or(|key| *key == route);
-        if is_free {
-            self.teach(route, route);
+    /// Learns that the calls of a route belong to a scope that is closed until a time, and is only closed. A route keeps a
+    /// scope that is closed for longer. Returns false if there is no room for another route.
+    pub(super) fn teach_closed(&mut self, route: u64, key: u64, until: Time, now: Time) -> bool {
+        if self.routes.get(&route).is_some_and(|known| self.last_end(*known) > until) {
+            return true;
         }
-        is_free
+        if self.routes.len() >= MAX_SCOPES && !self.routes.contains_key(&route) {
+            self.forget_open_routes(now);
+            if self.routes.len() >= MAX_SCOPES {
+                return false;
+            }
+        }
+        self.routes.insert(route, key);
+        true
+    }
+
+    /// Forgets the routes whose scopes are open.
+    #[cold]
+    fn forget_open_routes(&mut self, now: Time) {
+        if self.routes_searched_at <= now && now < self.routes_searched_at + SEARCH_INTERVAL {
+            return;
+        }
+        self.routes_searched_at = now;
+        let routes = core::mem::take(&mut self.routes);
+        self.routes = routes.into_iter().filter(|(_, key)| self.last_end(*key) + RELEASE_TIME > now).collect();
     }
 
     /// The time at which a call of this cost may use the scope with this credential; `now` if it may.
     pub(super) fn free_at(&mut self, key: u64, credential: usize, cost: u64, tracks: bool, now: Time) -> Time {
-        let Some(state) = self.states.get_mut(&(key, credential as u16)) else { return now };
-        // The times are in the far future if the clock has stepped back since.
-        if state.used_at > now + MAX_CLOCK_LAG {
-            (state.closed_until, state.full, state.used_at) = (Time::ZERO, Refusal::default(), now);
+        let mut free_at = now;
+        for place in [credential, ALL_CREDENTIALS] {
+            let Some(state) = self.states.get_mut(&(key, place as u16)) else { continue };
+            // The times are in the far future if the clock has stepped back since.
+            if state.used_at > now + MAX_CLOCK_LAG {
+                (state.closed_until, state.full, state.used_at) = (Time::ZERO, Refusal::default(), now);
+            }
+            let enough_at = if tracks { state.remaining.free_at(cost, now) } else { now };
+            free_at = free_at.max(enough_at).max(state.closed_until).max(state.full.until);
         }
-        let free_at = if tracks { state.remaining.free_at(cost, now) } else { now };
-        free_at.max(state.closed_until).max(state.full.until).max(now)
+        free_at
     }
 
     /// The time until which the scope is certainly closed with this credential. [`Time::ZERO`] if it isn't.
     pub(super) fn closed_until(&self, key: u64, credential: usize) -> Time {
-        let state = self.states.get(&(key, credential as u16));
-        state.map_or(Time::ZERO, |state| state.closed_until.max(state.full.closed_until))
+        let states = [credential, ALL_CREDENTIALS].map(|place| self.states.get(&(key, place as u16)));
+        let ends = states.into_iter().flatten().map(|state| state.closed_until.max(state.full.closed_until));
+        ends.max().unwrap_or(Time::ZERO)
     }
 
     /// The limit of ours by which the scope is closed with this credential until this time.
@@ -260,11 +296,13 @@ impl Scopes {
         *self = Self::default();
     }
 
-    /// The scopes that are closed, each with its credential and the end of its closing.
-    pub(super) fn closed(&self, now: Time) -> impl Iterator<Item = (u64, usize, Time)> {
-        let all =
-            self.states.iter().map(|(&(key, credential), state)| (key, usize::from(credential), state.closed_until));
-        all.filter(move |(_, _, until)| *until > now)
+    /// The scopes that were closed, each with its credential (`None` for all) and the end of its closing.
+    pub(super) fn closings(&self) -> impl Iterator<Item = (u64, Option<usize>, Time)> {
+        let all = self.states.iter().map(|(&(key, credential), state)| {
+            let credential = usize::from(credential);
+            (key, Some(credential).filter(|credential| *credential != ALL_CREDENTIALS), state.closed_until)
+        });
+        all.filter(|(_, _, until)| *until > Time::ZERO)
     }
 
     /// The state of a scope with a credential, a new one if need be. `None` if there is no room.
@@ -332,10 +370,25 @@ mod tests {
     fn a_closed_route_is_forgotten_once_it_is_open() {
         let mut scopes = Scopes::default();
         assert!(!scopes.is_route_closed(7, at(0)));
-        scopes.teach(7, 7);
-        assert!(scopes.close(7, 1, at(5), true, at(0)));
-        assert_eq!([scopes.is_route_closed(7, at(4)), scopes.is_route_closed(8, at(4))], [true, false]);
-        assert_eq!([scopes.is_route_closed(7, at(5)), scopes.routes.is_empty()], [false, true]);
+        assert!(scopes.teach_closed(7, 7, at(5), at(0)) && scopes.close(7, ALL_CREDENTIALS, at(5), true, at(0)));
+        assert_eq!([scopes.free_at(7, 0, 1, false, at(1)), scopes.closed_until(7, 3)], [at(5); 2]);
+        assert_eq!([scopes.is_route_closed(7, at(14)), scopes.is_route_closed(8, at(4))], [true, false]);
+        assert_eq!([scopes.is_route_closed(7, at(15)), scopes.routes.is_empty()], [false, true]);
+    }
+
+    #[test]
+    fn a_route_keeps_the_scope_that_is_closed_for_longest_and_at_the_bound_all_that_are_closed() {
+        let mut scopes = Scopes::default();
+        for (key, until) in [(1, 600), (2, 5), (3, 700)] {
+            assert!(scopes.teach_closed(7, key, at(until), at(0)) && scopes.close(key, 0, at(until), true, at(0)));
+            assert_eq!(scopes.routes[&7], if key == 3 { 3 } else { 1 });
+        }
+        for route in 10..10 + MAX_SCOPES as u64 - 1 {
+            assert!(scopes.teach_closed(route, 2, at(5), at(0)));
+        }
+        assert!(!scopes.teach_closed(50_000, 3, at(700), at(0)), "all are closed");
+        assert!(scopes.teach_closed(50_000, 3, at(700), at(20)));
+        assert_eq!((scopes.routes.len(), scopes.routes[&7]), (2, 3));
     }
 
     #[test]

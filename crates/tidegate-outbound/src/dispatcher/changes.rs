@@ -98,7 +98,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             in_flight: Lane::ALL.map(|lane| state.lanes.in_flight(lane)),
             credentials,
             throttled_credentials,
-            closed_scopes: state.closed_scopes(now).count(),
+            closed_scopes: state.scope_closings().filter(|(_, _, until)| *until > now).count(),
             retry_budget: (self.rules.budget != BudgetSpec::UNLIMITED).then(|| state.budget.remaining()),
             adaptive_limit: state.adaptive_limit.as_ref().map(AdaptiveLimit::limit),
             pace_interval: state.pace_interval().map(|interval| interval.as_secs_f64()),

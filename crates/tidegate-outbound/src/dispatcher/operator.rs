@@ -35,9 +35,11 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     /// Forgets failures, here and in the store.
     pub(crate) async fn reset(self: &Arc<Self>) -> Result<(), StoreError> {
         let closed_scopes = {
-            let (dispatcher, now) = self.lock_for_step();
-            let closed = dispatcher.context.state.closed_scopes(now);
-            closed.map(|(scope, credential, _)| self.rules.scope_key(credential, scope)).collect::<Vec<_>>()
+            let (dispatcher, _) = self.lock_for_step();
+            let credentials = |own: Option<usize>| own.map_or(0..self.rules.credential_keys.len(), |own| own..own + 1);
+            let closings = dispatcher.context.state.scope_closings();
+            let keys = closings.flat_map(|(scope, own, _)| credentials(own).map(move |it| (scope, it)));
+            keys.map(|(scope, credential)| self.rules.scope_key(credential, scope)).collect::<Vec<_>>()
         };
         // The store comes first. Otherwise a call could learn of an old cool-down again.
         for keys in [&*self.rules.credential_keys, &closed_scopes].into_iter().flat_map(|keys| keys.chunks(MAX_OPS)) {

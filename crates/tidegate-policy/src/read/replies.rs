@@ -74,13 +74,13 @@ impl DocumentReader<'_> {
         };
         self.check_length(node.at, "contains", table.entries.len(), MAX_CONTAINS, "")?;
         all_or_none(table.entries.iter().map(|entry| {
-            let pointer = self.pointer(&entry.key, entry.key_at, "contains");
+            let pointer = self.json_path(&entry.key, entry.key_at, "contains");
             let text = self.string(&entry.node, &entry.key, "a text that the place contains, in quotes")?;
             if text.is_empty() {
                 let expected = "a text that the place contains";
                 return self.error(entry.node.at, "every text contains nothing", expected).none();
             }
-            Some((JsonPath::new(&pointer?).ok()?, text.to_owned()))
+            Some((pointer?, text.to_owned()))
         }))
     }
 

@@ -10,7 +10,7 @@ use super::provider::{PROVIDER, PROVIDER_PATH};
 use super::replies::THROTTLED;
 use super::{DocumentReader, all_or_none, join_names};
 use crate::calendar::{PeriodUnit, find_zone};
-use crate::document::{SourceTexts, TomlNode, TomlTable, TomlValue, parse_file};
+use crate::document::{SourceTexts, TextRange, TomlNode, TomlTable, TomlValue, parse_file};
 use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::settings::SettingType::{Integer, Strings, TableOrTables, Text};
@@ -273,7 +273,7 @@ impl DocumentReader<'_> {
     }
 
     fn json_tests(&mut self, table: &TomlTable) -> Option<Vec<(JsonPath, Test)>> {
-        self.tests(table, "json", |reader, text, node| reader.json_path(text, node))
+        self.tests(table, "json", |reader, text, node| reader.json_path(text, node.at, "json"))
     }
 
     /// Reads a table of tests by their places.
@@ -455,10 +455,10 @@ impl DocumentReader<'_> {
         name.or_else(|| self.error(node.at, format!("{} is no header's name", quoted(text)), form).none())
     }
 
-    fn json_path(&mut self, text: &str, node: &TomlNode) -> Option<JsonPath> {
+    pub(super) fn json_path(&mut self, text: &str, at: TextRange, key: &str) -> Option<JsonPath> {
         match JsonPath::new(text) {
             Ok(path) => Some(path),
-            Err(wrong) => self.no_pointer(wrong, node.at, "json").none(),
+            Err(wrong) => self.no_pointer(wrong, at, key).none(),
         }
     }
 
@@ -507,11 +507,11 @@ impl DocumentReader<'_> {
                 Source::Header(self.rule_header(name, node)?, HeaderPart::Key((*key).to_owned()))
             }
             ["header", name, "json", path] => {
-                Source::Header(self.rule_header(name, node)?, HeaderPart::Json(self.json_path(path, node)?))
+                Source::Header(self.rule_header(name, node)?, HeaderPart::Json(self.json_path(path, node.at, "json")?))
             }
-            ["json", path] => Source::Json(self.json_path(path, node)?),
+            ["json", path] => Source::Json(self.json_path(path, node.at, "json")?),
             ["request.header", name] => Source::RequestHeader(self.rule_header(name, node)?),
-            ["request.json", path] => Source::RequestJson(self.json_path(path, node)?),
+            ["request.json", path] => Source::RequestJson(self.json_path(path, node.at, "json")?),
             ["path", name] => match name.strip_prefix('{').and_then(|name| name.strip_suffix('}')) {
                 Some(name) => Source::Path(name.to_owned()),
                 None => return self.wrong_text(node, key, text, "\"path {name}\"").none(),
@@ -599,7 +599,7 @@ impl DocumentReader<'_> {
             Some(node) => {
                 let text = reader.string(node, key, "a JSON pointer, such as \"/cost/missing\"")?;
                 let text = text.strip_prefix("json ").unwrap_or(text);
-                reader.json_path(text.trim(), node).map(Some)
+                reader.json_path(text.trim(), node.at, "json").map(Some)
             }
         };
         if table.node("missing").is_some() {

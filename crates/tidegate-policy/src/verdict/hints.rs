@@ -3,12 +3,12 @@
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
-use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
+use http::header::{AGE, DATE, HeaderMap, HeaderName, RETRY_AFTER};
 use sfv::{BareItem, Dictionary, List, ListEntry, Parser};
 use tidegate_core::call::Measure;
 use tidegate_core::{Class, Remaining, RemainingAmount, Span, Time, Verdict};
 
-use super::times::{ReplyClock, TimeUnit, date_micros, parse_digits, parse_scaled, span};
+use super::times::{ReplyClock, TimeUnit, date_micros, parse_digits, span};
 use crate::reservation::{ReplyReservation, TIDEGATE_RESERVATION};
 
 /// gRPC's header for the wait. A negative or unreadable value asks for no retry at all (gRFC A6).
@@ -19,11 +19,13 @@ const MILLISECOND_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("retry-after-ms"),
     HeaderName::from_static("x-amz-retry-after"),
 ];
-/// Headers that forbid a retry if they are `false`: those of LLM providers and Stripe.
+/// Headers that forbid a retry, or ask for one: those of LLM providers and Stripe.
 const SHOULD_RETRY: [HeaderName; 2] =
     [HeaderName::from_static("x-should-retry"), HeaderName::from_static("stripe-should-retry")];
 /// The header of draft-ietf-httpapi-ratelimit-headers.
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
+/// The longest difference between a server's clock and ours that is believed.
+const MAX_SKEW: Span = Span::from_secs(86_400);
 /// The most lines of `RateLimit` that are read; a provider has only a few limits.
 const MAX_LINES: usize = 16;
 
@@ -95,6 +97,8 @@ pub struct Hints {
     /// True if the server asks for no retry: `grpc-retry-pushback-ms` is no whole number from 0 up, or `x-should-retry` or
     /// `stripe-should-retry` is `false`.
     pub asks_not_to_retry: bool,
+    /// True if `x-should-retry` or `stripe-should-retry` is `true`.
+    pub asks_to_retry: bool,
 }
 
 impl Hints {
@@ -117,8 +121,12 @@ impl Hints {
         let clock = reply_clock(headers, now);
         let mut hints = Self::default();
         let pushback = headers.contains_key(&PUSHBACK).then(|| single_value(headers, &PUSHBACK).and_then(parse_digits));
-        let forbids = |name| single_value(headers, name).is_some_and(|value| value.eq_ignore_ascii_case("false"));
-        hints.asks_not_to_retry = pushback == Some(None) || SHOULD_RETRY.iter().any(forbids);
+        let says = |word: &str| {
+            let says = |name| single_value(headers, name).is_some_and(|value| value.eq_ignore_ascii_case(word));
+            SHOULD_RETRY.iter().any(says)
+        };
+        hints.asks_not_to_retry = pushback == Some(None) || says("false");
+        hints.asks_to_retry = says("true");
         let longest = |name: &HeaderName, unit: TimeUnit| {
             let lines = headers.get_all(name).iter().take(MAX_LINES).filter_map(|value| value.to_str().ok());
             lines.filter_map(|text| clock.read(text, unit)).max().map(|wait| (wait, name.clone()))
@@ -145,22 +153,25 @@ impl Hints {
             if [&family.remaining, &family.reset].into_iter().any(&is_excluded) {
                 continue;
             }
-            let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
+            // A part of a call is none.
+            let whole = |text: &'_ str| parse_digits(text.split('.').next().unwrap_or(text));
+            let left = single_value(headers, &family.remaining).and_then(whole);
             let wait = single_value(headers, &family.reset).and_then(|text| clock.read(text, TimeUnit::Any));
             let limit = single_value(headers, &family.limit).and_then(parse_digits);
-            self.note_reset(&family.reset, wait, &mut latest);
+            self.note_reset(&family.reset, left, wait, &mut latest);
             self.add_allowance(family.measure, left, limit, wait, None, now);
         }
         for line in headers.get_all(&RATE_LIMIT).iter().take(MAX_LINES) {
             for (left, wait) in parse_rate_limit(line.as_bytes()) {
-                self.note_reset(&RATE_LIMIT, wait, &mut latest);
+                self.note_reset(&RATE_LIMIT, left, wait, &mut latest);
                 self.add_allowance(Measure::Calls, left, None, wait, None, now);
             }
         }
     }
 
-    fn note_reset(&mut self, header: &HeaderName, wait: Option<Span>, latest: &mut Span) {
-        if let Some(wait) = wait.filter(|wait| *wait > *latest) {
+    /// Notes the header of the latest reset that calls may have to wait for.
+    fn note_reset(&mut self, header: &HeaderName, left: Option<u128>, wait: Option<Span>, latest: &mut Span) {
+        if let Some(wait) = wait.filter(|wait| *wait > *latest && left.is_none_or(|left| left == 0)) {
             (*latest, self.reset_header) = (wait, Some(header.clone()));
         }
     }
@@ -228,11 +239,14 @@ impl Hints {
     }
 }
 
-/// The clock by which the times of a reply are read.
+/// The clock by which the times of a reply are read: that of its `Date`, to which a cache adds the `Age` (RFC 9111 §4.2.3).
+/// A `Date` that differs by more than a day is none.
 pub(super) fn reply_clock(headers: &HeaderMap, now: Time) -> ReplyClock {
     let micros = single_value(headers, &DATE).and_then(date_micros);
-    let server = micros.and_then(|micros| u64::try_from(micros / 1_000_000).ok());
-    ReplyClock { now, server }
+    let sent = micros.and_then(|micros| u64::try_from(micros / 1_000_000).ok());
+    let age = single_value(headers, &AGE).and_then(parse_digits).and_then(|age| u64::try_from(age).ok()).unwrap_or(0);
+    let server = sent.map(|sent| sent.saturating_add(age));
+    ReplyClock { now, server: server.filter(|server| server.abs_diff(now.as_secs_ceil()) <= MAX_SKEW.as_secs_ceil()) }
 }
 
 /// Parses one line of `RateLimit`: for each limit, the amount that is left and the time until its reset.
@@ -394,6 +408,10 @@ mod tests {
         assert_eq!(waits(&[("date", ahead), ("retry-after", date)]), None);
         assert_eq!(waits(&[("date", "yesterday"), ("retry-after", ahead)]), Some(3_620_000), "an unreadable Date");
         assert_eq!(waits(&[("date", date), ("date", date), ("retry-after", ahead)]), Some(3_620_000), "two of them");
+        let cached = [("date", date), ("age", "10"), ("retry-after", ahead)];
+        assert_eq!(waits(&cached), Some(10_000), "a cache has kept the reply for ten seconds");
+        let wrong = [("date", "Thu, 01 Jan 1970 00:00:00 GMT"), ("retry-after", ahead)];
+        assert_eq!(waits(&wrong), Some(3_620_000), "no clock");
         let spent = read(&[("date", date), ("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1767229220")]);
         assert_eq!(spent.spent_until, Some(NOW + Span::from_secs(20)));
     }
@@ -422,6 +440,21 @@ mod tests {
             assert_eq!(hints.retry_after, (text == "150").then_some(Span::from_millis(150)));
         }
         assert!(!read(&[]).asks_not_to_retry);
+        for (name, value, stop, go) in
+            [("x-should-retry", "true", false, true), ("stripe-should-retry", "False", true, false)]
+        {
+            let hints = read(&[(name, value)]);
+            assert_eq!((hints.asks_not_to_retry, hints.asks_to_retry), (stop, go), "{name} {value}");
+        }
+        let part = [("x-ratelimit-remaining", "0.4"), ("x-ratelimit-reset", "30")];
+        assert!(read(&part).exhausted, "a part of a call is none");
+        let named = read(&[
+            ("x-ratelimit-remaining-requests", "99"),
+            ("x-ratelimit-reset-requests", "6m0s"),
+            ("x-ratelimit-remaining-tokens", "0"),
+            ("x-ratelimit-reset-tokens", "1s"),
+        ]);
+        assert_eq!(named.reset_header.unwrap(), "x-ratelimit-reset-tokens");
     }
 
     #[test]
@@ -506,7 +539,7 @@ mod tests {
             (r#""default;r=0;t=30"#, false, None, None, None),
         ] {
             let rests = Remaining { calls, cost: None };
-            let has_reset = spent_until.or(resets_at).is_some() || calls.is_some();
+            let has_reset = spent_until.or(resets_at).is_some();
             let reset_header = has_reset.then_some(RATE_LIMIT);
             let expected =
                 Hints { spent_until, resets_at, reset_header, exhausted, remaining: rests, ..Hints::default() };

@@ -32,7 +32,7 @@ use crate::log::EscapedError;
 
 /// The maximum number of messages that wait for a receiver, such as during a pause that it asks for. Further ones are dropped
 /// and counted.
-const MAX_WAITING: usize = 64;
+const MAX_WAITING: usize = 32;
 /// The limit on requests to a receiver, below what Slack and Telegram allow.
 const LIMIT: &str = "20 per 60s";
 /// The time for a message with all its attempts, and so the longest pause of a receiver that messages wait for. While a

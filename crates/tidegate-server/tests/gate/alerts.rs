@@ -276,11 +276,11 @@ async fn a_silent_receiver_blocks_nothing() {
     let receiver = Receiver::start(|_| 0).await;
     let gate = start(&alert(receiver.address, "group = \"1ms\""));
     let mut api = Peer::connect(gate.api).await;
-    for number in 0..68 {
+    for number in 0..36 {
         // A message for each block, more than may wait.
         tokio::time::timeout(Duration::from_millis(500), block(&mut api, number)).await.unwrap();
         gate.clock.advance(Span::from_secs(1));
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        tokio::time::sleep(Duration::from_millis(300)).await;
     }
     let dropped = count(&gate, "dropped").await.unwrap();
     assert!((1..=4).contains(&dropped), "{dropped}");
