@@ -97,6 +97,8 @@ impl ProviderEvents {
     }
 }
 
+/// The least length in seconds of a cool-down that is a warning: calls fail meanwhile.
+const LONG_COOLDOWN: u64 = 3_600;
 const ONE_COOLING: &str = "the provider has asked for a pause with a credential, which cools down";
 const ALL_COOLING: &str = "the provider has asked for a pause, and no other credential is usable: calls wait";
 
@@ -113,7 +115,10 @@ fn log(event: &ProviderEvent, suppressed: u64) {
         }
         ProviderChange::CoolingDown { credential, until, all_cooling } => {
             let (seconds, what) = (until.map(seconds), if all_cooling { ALL_COOLING } else { ONE_COOLING });
-            tracing::info!(provider, credential, seconds, suppressed, "{what}");
+            match seconds {
+                Some(LONG_COOLDOWN..) => tracing::warn!(provider, credential, seconds, suppressed, "{what}"),
+                _ => tracing::info!(provider, credential, seconds, suppressed, "{what}"),
+            }
         }
         ProviderChange::CredentialRejected { credential, until } => {
             let seconds = seconds(until);

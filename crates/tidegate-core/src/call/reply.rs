@@ -61,7 +61,10 @@ impl Call {
         }
         match verdict.class {
             Class::Success | Class::Permanent | Class::Auth | Class::Cancelled => return NextStep::Done,
-            Class::Unknown => return NextStep::Failed(CallFailure::NotRetried(NoRetryReason::NotIdempotent)),
+            Class::Unknown => {
+                let reason = if reply.is_repeatable { NoRetryReason::Final } else { NoRetryReason::NotIdempotent };
+                return NextStep::Failed(CallFailure::NotRetried(reason));
+            }
             Class::Throttled | Class::Quota | Class::Unavailable | Class::Transient => {}
         }
         let attempt = FailedAttempt {

@@ -116,8 +116,10 @@ impl DocumentReader<'_> {
 
         let mut max_in_flight = min_in_flight_limit(&limits.calls).min(if sequential { 1 } else { u32::MAX });
         let mut max_in_flight_per_credential = min_in_flight_limit(&limits.credential_calls);
-        let longest_spacing = limits.all_calls().filter_map(|limit| spacing(&limit.quantity)).max();
-        let stagger = longest_spacing.map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
+        // The limits themselves space the calls by more, if they have to.
+        let of_credential = limits.all_calls().filter(|limit| !limit.by_scope);
+        let shortest_spacing = of_credential.filter_map(|limit| spacing(&limit.quantity)).min();
+        let stagger = shortest_spacing.map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
         let rates = limits.all_calls().filter(|limit| matches!(limit.quantity, Quantity::Rate { .. }));
         let jitter = rates.filter_map(|limit| spacing(&limit.quantity)).min().map_or(Span::ZERO, transit_jitter);
         let longest_window = limits.longest_window(&lanes);

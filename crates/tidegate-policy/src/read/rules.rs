@@ -12,7 +12,7 @@ use super::{DocumentReader, all_or_none, join_names};
 use crate::calendar::{PeriodUnit, find_zone};
 use crate::document::{SourceTexts, TextRange, TomlNode, TomlTable, TomlValue, parse_file};
 use crate::error::quoted;
-use crate::nearest::nearest;
+use crate::nearest::{nearest, similar};
 use crate::settings::SettingType::{Integer, Strings, TableOrTables, Text};
 use crate::settings::key::{Below, setting_keys};
 use crate::units::parse_duration;
@@ -105,7 +105,7 @@ setting_keys! {
             Maybe(Custom(Integer, "a number or its source", |reader, node, key| reader.number_source(node, key))),
             "the amount that is used, if `remaining` isn't told";
         reset: Option<WaitSource> = "",
-            Maybe(Custom(Text, "a source of a wait", |reader, node, _| reader.wait_source(node))),
+            Maybe(Custom(Text, "a source of a wait", |reader, node, key| reader.wait_source(node, key))),
             "the time until the whole amount is left again";
         window: Option<Span> = "", Maybe(SPAN), "the length of the window, if `reset` isn't told";
     }
@@ -475,6 +475,13 @@ impl DocumentReader<'_> {
             [only] if only.is_word("call") => Some(RuleScope::Call),
             [only] if only.is_word("credential") => Some(RuleScope::Credential),
             [only] if only.is_word("provider") => Some(RuleScope::Provider),
+            [only] => {
+                let text = self.string(only, "scope", SOURCE_FORMS)?;
+                if let Some(meant) = similar(text, ["call", "credential", "provider"]) {
+                    return self.wrong_text(only, "scope", text, SOURCE_FORMS).did_you_mean(Some(meant)).none();
+                }
+                self.sources(node, "scope").map(RuleScope::Named)
+            }
             _ => self.sources(node, "scope").map(RuleScope::Named),
         }
     }
@@ -541,26 +548,26 @@ impl DocumentReader<'_> {
 
     fn wait_rule(&mut self, node: &TomlNode) -> Option<WaitRule> {
         if let Some(latest) = node.as_table().and_then(|table| table.node("latest")) {
-            let sources = all_or_none(latest.items().iter().map(|item| self.wait_source(item)))?;
+            let sources = all_or_none(latest.items().iter().map(|item| self.wait_source(item, "wait")))?;
             return Some(WaitRule { sources, is_latest: true });
         }
         self.check_length(node.at, "wait", node.items().len(), MAX_ITEMS, "")?;
-        let sources = all_or_none(node.items().iter().map(|item| self.wait_source(item)))?;
+        let sources = all_or_none(node.items().iter().map(|item| self.wait_source(item, "wait")))?;
         Some(WaitRule { sources, is_latest: false })
     }
 
-    fn wait_source(&mut self, node: &TomlNode) -> Option<WaitSource> {
+    fn wait_source(&mut self, node: &TomlNode, key: &str) -> Option<WaitSource> {
         if let Some(table) = node.as_table() {
             return self.wait_table(table, node);
         }
-        let text = self.string(node, "wait", WAIT_FORMS)?;
+        let text = self.string(node, key, WAIT_FORMS)?;
         if let Some(period) = text.strip_prefix("next ") {
             return self.period(period.trim(), node).map(WaitSource::Period);
         }
         let mut words: Vec<&str> = text.split_whitespace().collect();
         if !matches!(words.first(), Some(&("header" | "json"))) {
             let fixed = parse_duration(text).ok().filter(|span| !span.is_zero()).map(WaitSource::Fixed);
-            return fixed.or_else(|| self.wrong_text(node, "wait", text, WAIT_FORMS).none());
+            return fixed.or_else(|| self.wrong_text(node, key, text, WAIT_FORMS).none());
         }
         let extra = words.last().and_then(|word| word.strip_prefix('+')).and_then(|span| parse_duration(span).ok());
         if extra.is_some() {
@@ -573,18 +580,18 @@ impl DocumentReader<'_> {
         // A word behind the place that is neither a unit nor a part of the source.
         if words.len() == 3 {
             let names = names(&TimeUnit::NAMES);
-            let message = format!("`wait`: unknown unit {}", quoted(words[2]));
+            let message = format!("`{key}`: unknown unit {}", quoted(words[2]));
             let meant = nearest(words[2], names.iter().copied());
             return self.error(node.at, message, join_names(&names)).did_you_mean(meant).none();
         }
-        match self.source(&words.join(" "), node, "wait")? {
+        match self.source(&words.join(" "), node, key)? {
             Some(source) => Some(WaitSource::Value {
                 source,
                 pattern: None,
                 unit: unit.unwrap_or_default(),
                 extra: extra.unwrap_or_default(),
             }),
-            None => self.wrong_text(node, "wait", text, WAIT_FORMS).none(),
+            None => self.wrong_text(node, key, text, WAIT_FORMS).none(),
         }
     }
 

@@ -328,7 +328,7 @@ fn every_outbound_key_reaches_the_rules() {
     let LimitKind::Cooldown(cooldown) = outbound.limits().get(rules.cooldown).unwrap().kind() else {
         panic!("no cool-down")
     };
-    assert_eq!((cooldown.base, cooldown.cap, cooldown.stagger), (secs(2), secs(16), Span::from_millis(200)));
+    assert_eq!((cooldown.base, cooldown.cap, cooldown.stagger), (secs(2), secs(16), Span::from_millis(100)));
     let breaker = own.breaker.as_ref().unwrap();
     assert_eq!((breaker.failures, breaker.failure_rate, breaker.window), (Some(3), Some(500), secs(30)));
     let slow = breaker.slow_calls.unwrap();

@@ -336,6 +336,17 @@ async fn the_scope_of_a_rule_closes_only_its_calls() {
     }
 }
 
+/// The calls after a pause are as far apart as the provider's own limits ask for, and not those of its scopes.
+#[tokio::test(start_paused = true)]
+async fn the_limit_of_a_scope_spaces_no_other_calls() {
+    let api = Api::new(|number, _| answer(if number == 0 { 429 } else { 200 }, &[("retry-after", "1")], ""));
+    let scope = "scope = [{ name = [\"path {part}\"], path = \"/track/{part}\" }]\ntimeout = \"15s\"";
+    let layer = limited("300 per 60s", &format!("scope_limit = \"2 per 10s\"\n{scope}"));
+    let service = layer.layer(api.clone());
+    let statuses = join_all((0..80).map(async |number| status_of(&service, &format!("/other/{number}")).await)).await;
+    assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_operator_opens_closed_scopes() {
     let api = Api::new(|number, _| answer(if number == 0 { 429 } else { 200 }, &[("retry-after", "3000")], ""));
