@@ -402,9 +402,12 @@ impl Call {
             return Some(preferred);
         }
         let (rejected, scope) = (self.rejected, self.charged_scope);
-        let other = state.credential_except(|it| rejected.contains(it), scope, self.cost, now, rng);
+        let is_rejected = |it: usize| rejected.contains(it);
+        let other = state.credential_except(is_rejected, scope, self.cost, now, rng);
+        // Others than those that are left out may not use this path either.
+        let other = other.or_else(|| state.left_out_credential(is_rejected, scope, now, rng));
         // If no other is left, the rejection is the call's answer.
-        let none_is_left = || !state.routes.has_other(|it| rejected.contains(it), now);
+        let none_is_left = || !state.routes.has_other(is_rejected, now);
         if other.is_none() && none_is_left() { state.pool.next(now, rng) } else { other }
     }
 
@@ -511,6 +514,9 @@ impl Call {
             }
         };
         state.pool.record_use(credential);
+        if state.pool.is_on_trial(credential) {
+            state.pool.record_trial(credential, now);
+        }
         let scope = self.charged_scope;
         let ended_before = if scope.counted() != 0 {
             state.scopes.record_sent(scope.counted(), credential, self.cost, now)

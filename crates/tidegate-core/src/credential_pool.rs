@@ -12,10 +12,13 @@ use thiserror::Error;
 
 use crate::heap::IndexHeap;
 use crate::time::MAX_CLOCK_LAG;
-use crate::{LimitId, Time};
+use crate::{LimitId, Span, Time};
 
 /// The maximum number of credentials in one pool.
 pub const MAX_CREDENTIALS: usize = 1024;
+
+/// The time for which other calls wait for the reply to one that tries a credential.
+const TRIAL_TIME: Span = Span::from_secs(5);
 
 /// The way in which calls are distributed over the available credentials.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,8 +53,8 @@ pub struct CredentialPool {
     use_count: u64,
     in_flight: Vec<u32>,
     max_in_flight: u32,
-    /// The present maximum of each credential: one call more while it is tried again after a closing that was cut.
-    present_max: Vec<u32>,
+    /// True for the credentials that are tried again after a closing that was cut.
+    on_trial: Vec<bool>,
     /// The available credentials, by the turn that they wait for or by their last use.
     available: IndexHeap<u64>,
     /// The closed credentials, by the time at which they are free again.
@@ -92,7 +95,7 @@ impl CredentialPool {
             use_count: 0,
             in_flight: alloc::vec![0; credentials],
             max_in_flight: u32::MAX,
-            present_max: alloc::vec![u32::MAX; credentials],
+            on_trial: alloc::vec![false; credentials],
             available: IndexHeap::default(),
             closed: IndexHeap::default(),
             closings: alloc::vec![Closings::default(); credentials],
@@ -109,7 +112,6 @@ impl CredentialPool {
     #[must_use]
     pub fn with_max_in_flight(mut self, max_in_flight: u32) -> Self {
         self.max_in_flight = max_in_flight;
-        self.present_max.fill(max_in_flight);
         for index in 0..self.last_used.len() as u32 {
             self.update_availability(index);
         }
@@ -172,7 +174,7 @@ impl CredentialPool {
 
     /// True if this credential has the maximum number of calls in flight.
     pub fn is_busy(&self, credential: usize) -> bool {
-        self.present_max.get(credential).is_none_or(|max| self.in_flight(credential) >= *max)
+        self.in_flight(credential) >= self.max_in_flight
     }
 
     /// The time at which this credential is free again; `None` if it isn't closed.
@@ -244,25 +246,31 @@ impl CredentialPool {
         }
     }
 
-    /// Records that the present closing of a credential ends before the provider has asked for. From its end on, one call at
-    /// a time tries the credential, until [`record_success`](Self::record_success).
+    /// Records that the present closing of a credential ends before the provider has asked for. From its end on, the
+    /// credential is on trial until [`record_acceptance`](Self::record_acceptance).
     pub fn set_cut(&mut self, credential: usize) {
         if let Some(closings) = self.closings.get_mut(credential) {
             closings.is_cut = true;
         }
     }
 
-    /// True if the credential is tried by one call at a time.
+    /// True if the credential is on trial: one call tries it, and the others wait for its reply, but not for long.
     #[inline]
     pub fn is_on_trial(&self, credential: usize) -> bool {
-        self.present_max.get(credential).is_some_and(|max| *max < self.max_in_flight)
+        self.on_trial.get(credential).is_some_and(|on_trial| *on_trial)
     }
 
-    /// Records that the provider has accepted a call with the credential that was sent at this time.
-    pub fn record_success(&mut self, credential: usize, sent_at: Time) {
-        let Some(index) = self.checked_index(credential).filter(|_| sent_at >= self.reopened_at) else { return };
-        self.present_max[credential] = self.max_in_flight;
-        self.update_availability(index);
+    /// Records that a call tries a credential that is on trial. It is closed to others for a short time.
+    pub fn record_trial(&mut self, credential: usize, now: Time) {
+        self.close(credential, now + TRIAL_TIME, now);
+    }
+
+    /// Records that the provider has accepted a call with the credential that was sent at this time. It is no longer on trial.
+    pub fn record_acceptance(&mut self, credential: usize, sent_at: Time) {
+        if self.is_on_trial(credential) && sent_at >= self.reopened_at {
+            self.on_trial[credential] = false;
+            self.reopen(credential);
+        }
     }
 
     /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier, so that
@@ -336,8 +344,7 @@ impl CredentialPool {
     /// Makes every credential available that isn't busy.
     pub fn end_all_cooldowns(&mut self) {
         for credential in 0..self.size() {
-            self.closings[credential].is_cut = false;
-            self.present_max[credential] = self.max_in_flight;
+            (self.closings[credential].is_cut, self.on_trial[credential]) = (false, false);
             self.reopen(credential);
         }
     }
@@ -348,9 +355,7 @@ impl CredentialPool {
         let until = self.closed.key(index);
         self.closed.remove(index);
         if core::mem::take(&mut self.closings[credential]).is_cut {
-            self.reopened_at = until.unwrap_or(self.reopened_at);
-            // Calls from before the closing, such as streams, may last.
-            self.present_max[credential] = self.max_in_flight.min(self.in_flight[credential].saturating_add(1));
+            (self.on_trial[credential], self.reopened_at) = (true, until.unwrap_or(self.reopened_at));
         }
         self.update_availability(index);
     }
@@ -365,7 +370,7 @@ impl CredentialPool {
     }
 
     fn is_available(&self, index: u32) -> bool {
-        self.closed.key(index).is_none() && self.in_flight[index as usize] < self.present_max[index as usize]
+        self.closed.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
     }
 
     /// Ends the closings that are over. If the clock stepped back, all end, because their times may be far in the

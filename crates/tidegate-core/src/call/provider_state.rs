@@ -258,6 +258,20 @@ impl ProviderState {
         }
     }
 
+    /// A credential that is left out for a scope, except those that are excluded.
+    #[cold]
+    pub(super) fn left_out_credential(
+        &mut self,
+        is_excluded: impl Fn(usize) -> bool,
+        scope: ChargedScope,
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> Option<usize> {
+        let Self { pool, scopes, .. } = self;
+        let is_left_out = |it| !scope.is_none() && scopes.is_only_left_out(scope.key(), it, now);
+        pool.next_except(|it| is_excluded(it) || !is_left_out(it), now, rng)
+    }
+
     /// True if the provider has reported enough left for this cost. Otherwise the credential cools until it has.
     #[inline]
     fn has_enough_left(&mut self, credential: usize, cost: u64, now: Time) -> bool {

@@ -149,6 +149,7 @@ impl Call {
         let (rejected, scope) = (self.rejected, self.current_scope(rules, state));
         let is_rejected = |it: usize| rejected.contains(it);
         let has_other = state.credential_except(is_rejected, scope, self.cost, now, rng).is_some()
+            || state.left_out_credential(is_rejected, scope, now, rng).is_some()
             || state.routes.has_other(is_rejected, now)
                 && state.no_credential_except(is_rejected, scope, self.cost, now).until < self.deadline;
         // It waits for the other one at its place in the queue.
@@ -211,8 +212,8 @@ impl Call {
         } else {
             state.record_end(sent.lane, sent.credential);
         }
-        if state.pool.is_on_trial(sent.credential) && class.proves_provider() && class != Class::Auth {
-            state.pool.record_success(sent.credential, sent.sent_at);
+        if state.pool.is_on_trial(sent.credential) && class.proves_provider() {
+            state.pool.record_acceptance(sent.credential, sent.sent_at);
             state.lanes.clear_refusals();
         }
         let correction = match reply.delivery {
@@ -442,10 +443,11 @@ impl Call {
         let CallScope { route, .. } = self.scope;
         let (credential, until) = (sent.credential, now + DISABLE_TIME);
         let key = if sent.scope.is_none() { route } else { sent.scope.key() };
-        let is_closed = |it: usize| it == credential || scopes.closed_until(key, it) > now;
+        let is_closed =
+            |it: usize| it == credential || scopes.closed_until(key, it) > now || scopes.is_left_out(key, it, now);
         let has_other = rules.has_room_for_scope(self.lane) && routes.has_other(is_closed, now);
         if has_other && (!sent.scope.is_none() || scopes.teach_closed(route, route, until, now)) {
-            scopes.close(key, credential, until, false, now);
+            scopes.leave_out(key, credential, until, now);
         }
     }
 

@@ -97,6 +97,8 @@ impl ChargedScope {
 #[derive(Clone, Debug, Default)]
 struct ScopeState {
     closed_until: Time,
+    /// The time until which the credential is left out, because it was rejected there while others were accepted.
+    left_out_until: Time,
     /// The refusal of a limit of ours. The default is over.
     full: Refusal,
     remaining: RemainingTracker,
@@ -109,7 +111,7 @@ struct ScopeState {
 
 impl ScopeState {
     fn is_idle(&self, now: Time) -> bool {
-        self.closed_until.max(self.full.until) <= now && self.remaining.is_idle(now)
+        self.closed_until.max(self.left_out_until).max(self.full.until) <= now && self.remaining.is_idle(now)
     }
 }
 
@@ -155,7 +157,7 @@ impl Scopes {
     /// The last end of the closings of a scope. [`Time::ZERO`] without any.
     fn last_end(&self, key: u64) -> Time {
         let states = self.states.range((key, 0)..=(key, u16::MAX));
-        states.map(|(_, state)| state.closed_until).max().unwrap_or(Time::ZERO)
+        states.map(|(_, state)| state.closed_until.max(state.left_out_until)).max().unwrap_or(Time::ZERO)
     }
 
     /// Learns that the calls of a route belong to a scope.
@@ -204,10 +206,12 @@ impl Scopes {
             let Some(state) = self.states.get_mut(&(key, place as u16)) else { continue };
             // The times are in the far future if the clock has stepped back since.
             if state.used_at > now + MAX_CLOCK_LAG {
-                (state.closed_until, state.full, state.used_at) = (Time::ZERO, Refusal::default(), now);
+                (state.closed_until, state.left_out_until) = (Time::ZERO, Time::ZERO);
+                (state.full, state.used_at) = (Refusal::default(), now);
             }
             let enough_at = if tracks { state.remaining.free_at(cost, now) } else { now };
-            free_at = free_at.max(enough_at).max(state.closed_until).max(state.full.until);
+            let open_at = state.closed_until.max(state.left_out_until).max(state.full.until);
+            free_at = free_at.max(enough_at).max(open_at);
         }
         free_at
     }
@@ -217,6 +221,25 @@ impl Scopes {
         let states = [credential, ALL_CREDENTIALS].map(|place| self.states.get(&(key, place as u16)));
         let ends = states.into_iter().flatten().map(|state| state.closed_until.max(state.full.closed_until));
         ends.max().unwrap_or(Time::ZERO)
+    }
+
+    /// Leaves the credential out of the scope until a time.
+    pub(super) fn leave_out(&mut self, key: u64, credential: usize, until: Time, now: Time) {
+        if let Some(state) = self.state_mut(key, credential, false, now) {
+            state.left_out_until = until;
+        }
+    }
+
+    /// True if the scope is open to the credential, which is only left out.
+    pub(super) fn is_only_left_out(&self, key: u64, credential: usize, now: Time) -> bool {
+        let state = self.states.get(&(key, credential as u16));
+        state.is_some_and(|state| state.left_out_until > now && state.full.until <= now)
+            && self.closed_until(key, credential) <= now
+    }
+
+    /// True if the credential is left out of the scope.
+    pub(super) fn is_left_out(&self, key: u64, credential: usize, now: Time) -> bool {
+        self.states.get(&(key, credential as u16)).is_some_and(|state| state.left_out_until > now)
     }
 
     /// The limit of ours by which the scope is closed with this credential until this time.
@@ -300,7 +323,11 @@ impl Scopes {
     pub(super) fn closings(&self) -> impl Iterator<Item = (u64, Option<usize>, Time)> {
         let all = self.states.iter().map(|(&(key, credential), state)| {
             let credential = usize::from(credential);
-            (key, Some(credential).filter(|credential| *credential != ALL_CREDENTIALS), state.closed_until)
+            (
+                key,
+                Some(credential).filter(|credential| *credential != ALL_CREDENTIALS),
+                state.closed_until.max(state.left_out_until),
+            )
         });
         all.filter(|(_, _, until)| *until > Time::ZERO)
     }

@@ -414,6 +414,61 @@ async fn one_closed_path_doesnt_close_the_others() {
     assert_eq!(api.count(), 8, "two paths that fail are an outage");
 }
 
+/// Also if calls have a scope by a rule, many limits, or many wait for the end.
+#[tokio::test(start_paused = true)]
+async fn the_pause_of_one_path_is_kept_by_all_its_calls() {
+    let rule = "rule = [{ when = { status = 403, request = { path = \"/bad/{part}\" } }, is = \"throttled\", scope = [\"path {part}\"] }]";
+    let many = (1..=7).map(|number| format!("\"{number}000 per {number}s\"")).collect::<Vec<_>>().join(", ");
+    for (limit, settings) in [
+        ("\"20/s burst 20\"".to_owned(), String::new()),
+        ("\"20/s burst 20\"".to_owned(), rule.to_owned()),
+        (format!("[{many}]"), String::new()),
+    ] {
+        let began = now();
+        let api = Api::new(move |_, arrived| match arrived.uri.contains("/bad") && now() - began < secs(6) {
+            true => answer(503, &[("retry-after", "5")], "closed"),
+            false => status(200),
+        });
+        let api = api.taking(Duration::from_millis(20));
+        let settings = format!("limit = {limit}\ntimeout = \"60s\"\nadaptive = \"off\"\n{settings}\n");
+        let settings = format!("[outbound.provider.api]\nbase_url = \"https://api.test\"\n{settings}");
+        let service = layer_of(&settings).layer(api.clone());
+        assert_eq!(status_of(&service, "/good").await, 200);
+        tokio::time::sleep(secs(1)).await;
+        assert_eq!(join_all((0..3).map(|_| status_of(&service, "/bad/a"))).await, [200; 3], "{settings}");
+        let times: Vec<_> = api.arrived().iter().map(|arrived| (arrived.at - began).as_millis()).collect();
+        assert!(times[1..4].iter().all(|at| *at < 1_300) && times.len() == 7, "{settings}{times:?}");
+        assert!(times[4..].iter().all(|at| *at >= 6_000), "{settings}{times:?}");
+        // One call after the other.
+        let is_alone = times[4..].windows(2).all(|pair| pair[1] - pair[0] >= 20);
+        assert!(is_alone || limit.starts_with('['), "{settings}{times:?}");
+    }
+}
+
+/// Paths that only one of two credentials may use each: a caller takes none of them away from others.
+#[tokio::test(start_paused = true)]
+async fn a_credential_that_is_left_out_at_a_route_is_tried_last() {
+    let api = Api::new(|_, arrived| {
+        let may = match arrived.bearer().ends_with("-a") {
+            true => !arrived.uri.ends_with("/users/6"),
+            false => !arrived.uri.ends_with("/users/5"),
+        };
+        status(if may { 200 } else { 401 })
+    });
+    let layer = layer(PAIR);
+    let service = layer.layer(api.clone());
+    for _ in 0..10 {
+        for path in ["/a", "/a", "/users/5", "/users/6"] {
+            assert_eq!(status_of(&service, path).await, 200, "{path}");
+        }
+        for _ in 0..8 {
+            assert_eq!(status_of(&service, "/users/5").await, 200);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            assert_eq!(status_of(&service, "/users/6").await, 200);
+        }
+    }
+}
+
 /// Only one path is called, and the good credentials are full for longer than any call waits.
 #[tokio::test(start_paused = true)]
 async fn a_revoked_credential_is_left_out_at_the_only_path() {
