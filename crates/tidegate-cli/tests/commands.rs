@@ -304,11 +304,7 @@ fn classify_names_the_rule_that_decides() {
         "rule    rule 1 of the policy: 403 with /code \"slow\" is throttled; it waits 90 s; for the scope orders";
     assert_eq!(lines[..2], ["class   throttled", rule], "{out}");
     assert!(lines[2].starts_with("wait    90 s, until "), "{out}");
-    assert_eq!(
-        lines[3..],
-        ["scope   the whole credential: no [[scope]] finds the calls of orders", "repeat  yes, also with POST"],
-        "{out}"
-    );
+    assert_eq!(lines[3..], ["scope   orders, for calls of this route", "repeat  yes, also with POST"], "{out}");
 
     let plain = |arguments: &[&str]| run(&[&["classify", "--status"], arguments].concat()).1;
     let rule = "rule    none: the status and the usual headers\n";
