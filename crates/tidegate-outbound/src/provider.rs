@@ -196,7 +196,9 @@ impl<S: Store, C: Clock> Provider<S, C> {
             };
             let (next_step, now) = self.0.handle_reply(call_guard.slot.call(), &outcome.report);
             waiting_since = now;
-            stats.attempts -= u32::from(outcome.report.is_postponed);
+            if outcome.report.is_postponed {
+                stats.attempts -= 1;
+            }
             match next_step {
                 NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
                 NextStep::Failed(failure) => {

@@ -175,7 +175,9 @@ impl Call {
             // A reservation that was of no use may have been used by another request, or the provider keeps none.
             self.has_reservation = state.gives_reservations && !reply.presented_reservation;
         }
-        state.stats.attempts[class as usize] += u64::from(!reply.is_postponed);
+        if !reply.is_postponed {
+            state.stats.attempts[class as usize] += 1;
+        }
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
         }

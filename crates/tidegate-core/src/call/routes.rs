@@ -132,7 +132,9 @@ impl Routes {
         if record.rejections == 0 || now < record.rejected_since {
             (record.rejections, record.rejected_since) = (0, now);
         }
-        record.rejections = record.rejections.saturating_add(u32::from(is_certain));
+        if is_certain {
+            record.rejections = record.rejections.saturating_add(1);
+        }
         let is_lasting = record.rejections >= MIN_REJECTIONS && record.rejected_since + WORKING_TIME <= now;
         match before {
             0 => Rejection::Unknown,
