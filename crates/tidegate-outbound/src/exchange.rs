@@ -90,6 +90,8 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     shared: &'m OutboundLayerInner<S, C>,
     inner: I,
     parts: Parts,
+    /// The place in the path at which the caller's path begins.
+    path_start: usize,
     body: ReplayBuffer<Q>,
     /// The request's body, if rules read it, and it is JSON and short enough to be kept.
     json_body: Option<Bytes>,
@@ -129,6 +131,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
         let (mut parts, body) = request.into_parts();
         parts.extensions.remove::<CallOptions>();
         shared.target.resolve_uri(&mut parts.uri)?;
+        let path_start = parts.uri.path().len() - shared.target.request_path(&parts.uri).len();
         let config = shared.provider.config();
         // Replies must not be encoded if their content is read.
         if config.verdicts.reads_bodies() || config.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty()) {
@@ -139,6 +142,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
             inner,
             classifier: AttemptClassifier::new(&parts.method, has_idempotency_key(&parts.headers)),
             parts,
+            path_start,
             body: ReplayBuffer::new(body, config.replay_bytes),
             json_body: None,
             attempts_before: 0,
@@ -176,7 +180,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
 
     fn facts(&self) -> RequestFacts<'_> {
         let (target, Parts { method, uri, headers, .. }) = (&self.shared.target, &self.parts);
-        let facts = RequestFacts::new(method, target.host(uri), target.request_path(uri), headers);
+        let facts = RequestFacts::new(method, target.host(uri), &uri.path()[self.path_start..], headers);
         facts.with_body(self.json_body.as_deref())
     }
 

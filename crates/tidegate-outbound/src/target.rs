@@ -26,6 +26,8 @@ pub(crate) struct Target {
     pub(super) base: Option<BaseUrl>,
     pub(super) auth: Auth,
     user_agent: Option<HeaderValue>,
+    /// The host of the base URL, which is found in it only once.
+    host: Option<String>,
 }
 
 /// The reason why a request can't be sent to its provider. Never contains the path or the credential.
@@ -62,7 +64,8 @@ impl Target {
     /// Returns the target of requests below `base`. Without `base`, each request needs a full URL, and is sent there
     /// with the credential.
     pub(crate) fn new(base: Option<BaseUrl>, auth: Auth, user_agent: Option<HeaderValue>) -> Self {
-        Self { base, auth, user_agent }
+        let host = base.as_ref().map(|base| base.authority().host().to_owned());
+        Self { base, auth, user_agent, host }
     }
 
     /// Returns the target of a provider's requests.
@@ -78,7 +81,7 @@ impl Target {
             let public_path = base.path().split(PLACEHOLDER).next().and_then(|path| path.rsplit_once('/'));
             *base = BaseUrl::new(base.is_https(), base.authority().clone(), public_path.map_or("", |(path, _)| path));
         }
-        Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
+        Self::new(base, Auth::None, self.user_agent.clone())
     }
 
     /// Appends a request's path to the base URL, once for all attempts. If the URL contains the credential, each
@@ -106,7 +109,7 @@ impl Target {
 
     /// Returns the host that requests are sent to.
     pub(super) fn host<'u>(&'u self, uri: &'u Uri) -> &'u str {
-        self.base.as_ref().map_or_else(|| uri.host().unwrap_or_default(), |base| base.authority().host())
+        self.host.as_deref().or_else(|| uri.host()).unwrap_or_default()
     }
 
     fn has_credential_in_url(&self) -> bool {

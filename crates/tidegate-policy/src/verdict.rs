@@ -204,6 +204,8 @@ pub struct VerdictRules {
     pub(crate) max_pause: Span,
     /// The statuses that a rule asks for, also a built-in one.
     statuses: StatusSet,
+    /// The methods for which rules ask for successes. `None` if they do for all.
+    success_methods: Option<Vec<Method>>,
 }
 
 /// A reply that was understood.
@@ -240,8 +242,17 @@ impl VerdictRules {
     ) -> Self {
         let all = rules.iter().chain(BUILT_IN.iter());
         let conditions = all.flat_map(|rule| &rule.when);
-        let statuses = conditions.fold(StatusSet::default(), |set, when| set.union(when.statuses));
-        Self { rules, scopes, allowances, max_pause, statuses }
+        let statuses = conditions.clone().fold(StatusSet::default(), |set, when| set.union(when.statuses));
+        let of_success = conditions.filter(|when| (200..300).any(|status| when.statuses.contains(status)));
+        let methods = of_success.map(|when| Some(when.request.methods.clone()).filter(|methods| !methods.is_empty()));
+        let success_methods = methods.collect::<Option<Vec<_>>>().map(|methods| methods.concat());
+        Self { rules, scopes, allowances, max_pause, statuses, success_methods }
+    }
+
+    /// False if no rule asks for replies of this status to such a request, as for most successes.
+    fn asks_for(&self, request: &RequestFacts<'_>, status: u16) -> bool {
+        let has_method = || self.success_methods.as_ref().is_none_or(|methods| methods.contains(request.method));
+        self.statuses.contains(status) && (!(200..300).contains(&status) || has_method())
     }
 
     /// True if rules of the policy or the preset read the bodies of replies.
@@ -321,7 +332,7 @@ impl VerdictRules {
     pub fn body_limit(&self, request: &RequestFacts<'_>, status: StatusCode, headers: &HeaderMap) -> Option<usize> {
         let status = status.as_u16();
         let for_allowance = self.allowances.iter().any(AllowanceRule::needs_body);
-        if !for_allowance && !self.statuses.contains(status) || !is_readable(headers) {
+        if !for_allowance && !self.asks_for(request, status) || !is_readable(headers) {
             return None;
         }
         let mut limit = for_allowance.then_some(MAX_READ_SUCCESS);
@@ -408,7 +419,7 @@ impl VerdictRules {
         reply: &Reply<'_>,
     ) -> Vec<(&'v Rule, &'v Condition)> {
         let status = status.as_u16();
-        if !self.statuses.contains(status) {
+        if !self.asks_for(request, status) {
             return Vec::new();
         }
         let mut matching = Vec::new();
