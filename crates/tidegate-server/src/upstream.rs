@@ -48,7 +48,7 @@ use crate::tls::{TlsError, client_config};
 /// Over HTTP/1.1, a head of up to twice the bytes may pass if it arrives at once; over HTTP/2, each line counts 32 bytes
 /// more (RFC 9113 §6.5.2).
 pub(crate) const MAX_HEAD_BYTES: usize = 256 << 10;
-pub(crate) const MAX_HEAD_LINES: usize = 256;
+pub(crate) const MAX_HEAD_LINES: usize = 1000;
 
 /// The settings of a pool of connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
