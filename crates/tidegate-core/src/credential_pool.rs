@@ -265,12 +265,16 @@ impl CredentialPool {
         self.close(credential, now + TRIAL_TIME, now);
     }
 
-    /// Records that the provider has accepted a call with the credential that was sent at this time. It is no longer on trial.
-    pub fn record_acceptance(&mut self, credential: usize, sent_at: Time) {
-        if self.is_on_trial(credential) && sent_at >= self.reopened_at {
+    /// Records that the provider has accepted a call with the credential that was sent at this time. Returns true if that
+    /// ends a trial.
+    #[inline]
+    pub fn record_acceptance(&mut self, credential: usize, sent_at: Time) -> bool {
+        let ends_trial = self.is_on_trial(credential) && sent_at >= self.reopened_at;
+        if ends_trial {
             self.on_trial[credential] = false;
             self.reopen(credential);
         }
+        ends_trial
     }
 
     /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier, so that

@@ -282,7 +282,7 @@ impl VerdictRules {
     pub fn call_scope(&self, request: &RequestFacts<'_>, provider: Key) -> CallScope {
         let mut route = ScopeHasher::new(provider);
         route.add_route(request.method.as_str(), request.path);
-        // What a request tells of the names of scopes tells routes apart.
+        // Names of scopes, as far as the request tells them, distinguish routes.
         let told_by_rules = self.rule_scopes(request);
         told_by_rules.iter().for_each(|told| route.add(&told.name));
         if let Some((rule, captures)) = self.scope_rule(request) {

@@ -214,8 +214,7 @@ impl Call {
         } else {
             state.record_end(sent.lane, sent.credential);
         }
-        if state.pool.is_on_trial(sent.credential) && class.proves_provider() {
-            state.pool.record_acceptance(sent.credential, sent.sent_at);
+        if class.proves_provider() && state.pool.record_acceptance(sent.credential, sent.sent_at) {
             state.lanes.clear_refusals();
         }
         let correction = match reply.delivery {
@@ -426,14 +425,18 @@ impl Call {
                 let is_known = !(is_learnt && closes_only) || state.scopes.teach_closed(route, key, until, now);
                 if is_known { Part { key, for_all, is_taught: key != own } } else { Part::default() }
             }
-            Scope::Call if sent.scope.counted() != 0 => Part { key: sent.scope.counted(), for_all, ..Part::default() },
-            // One route that fails while others work.
-            Scope::Call if for_all && is_one_route && has_room => match own {
-                0 if !state.scopes.teach_closed(route, route, until, now) => Part { for_all, ..Part::default() },
-                0 => Part { key: route, for_all, ..Part::default() },
-                _ => Part { key: own, for_all, ..Part::default() },
-            },
-            Scope::Call => Part { for_all, ..Part::default() },
+            Scope::Call => {
+                let counted = sent.scope.counted();
+                // One route that fails while others work.
+                let closes_route = counted == 0 && for_all && is_one_route && has_room;
+                let key = match own {
+                    _ if !closes_route => counted,
+                    0 if !state.scopes.teach_closed(route, route, until, now) => 0,
+                    0 => route,
+                    own => own,
+                };
+                Part { key, for_all, is_taught: false }
+            }
             Scope::Named(_) | Scope::Credential => Part::default(),
             Scope::Provider => Part { for_all: true, ..Part::default() },
         }

@@ -206,12 +206,12 @@ mod tests {
         let mut routes = Routes::new(2);
         let unknown = Rejection::Unknown;
         let reject = |routes: &mut Routes, route, secs| routes.record_rejection(route, 1, true, at(secs));
-        assert_eq!(reject(&mut routes, 1, 0), unknown, "nobody succeeds there");
+        assert_eq!(reject(&mut routes, 1, 0), unknown, "no other credential succeeds there");
         routes.record_good(1, 0, true, at(0));
         routes.record_good(2, 0, true, at(0));
         assert_eq!(reject(&mut routes, 1, 1), unknown);
         assert_eq!(reject(&mut routes, 1, 1), unknown, "a path of the caller's choice");
-        assert_eq!(reject(&mut routes, 3, 3), unknown, "nobody succeeds there");
+        assert_eq!(reject(&mut routes, 3, 3), unknown, "no other credential succeeds there");
         assert_eq!(reject(&mut routes, 1, 3), unknown, "the others haven't succeeded since");
         routes.record_good(1, 0, true, at(3));
         assert_eq!(reject(&mut routes, 1, 3), Rejection::AtRoute);

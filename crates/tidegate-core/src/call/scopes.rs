@@ -129,7 +129,7 @@ impl Scopes {
     /// The scope that a call is charged to.
     pub(super) fn charged_to(&self, scope: CallScope) -> ChargedScope {
         let key = match scope.key {
-            // What isn't taught isn't closed.
+            // Replies close such a route only by teaching it.
             0 if scope.closes_only => self.routes.get(&scope.route).copied().unwrap_or(0),
             0 if scope.is_learnt => self.routes.get(&scope.route).copied().unwrap_or(scope.route),
             key => key,
