@@ -385,6 +385,8 @@ impl CredentialPool {
             && (until <= now || stepped_back)
         {
             self.reopen(index as usize);
+            // A clock that has stepped back.
+            self.reopened_at = self.reopened_at.min(now);
         }
     }
 

@@ -130,8 +130,9 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
     ) -> Result<Self, TargetError> {
         let (mut parts, body) = request.into_parts();
         parts.extensions.remove::<CallOptions>();
+        let path_length = shared.target.request_path(&parts.uri).len();
         shared.target.resolve_uri(&mut parts.uri)?;
-        let path_start = parts.uri.path().len() - shared.target.request_path(&parts.uri).len();
+        let path_start = parts.uri.path().len() - path_length;
         let config = shared.provider.config();
         // Replies must not be encoded if their content is read.
         if config.verdicts.reads_bodies() || config.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty()) {

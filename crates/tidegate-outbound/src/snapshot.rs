@@ -193,7 +193,11 @@ impl<S: Store, C: Clock + Clone> Subject<S, C> {
         for (whose, record) in earliest_records {
             let Some(&(limit, key)) = self.limit_keys.get(whose) else { continue };
             let provider = self.outbound.config().find(&whose.provider);
-            let max_pause = provider.map_or(DEFAULT_MAX_PAUSE, |provider| provider.verdicts.max_pause());
+            // A spent calendar quota closes until its period ends.
+            let limits = self.outbound.config().limits();
+            let has_quota = provider.as_ref().is_ok_and(|provider| provider.next_quota_end(limits, now).is_some());
+            let told = provider.map_or(DEFAULT_MAX_PAUSE, |provider| provider.verdicts.longest_pause());
+            let max_pause = if has_quota { Span::MAX } else { told };
             match record.state {
                 // Debited in its own period, which the clock may not have reached again.
                 RecordState::Quota { used, began, .. } => {

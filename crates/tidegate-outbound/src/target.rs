@@ -100,7 +100,7 @@ impl Target {
         if self.has_credential_in_url() { self.prepare_request(parts, secret) } else { self.set_headers(parts, secret) }
     }
 
-    /// Returns the caller's path of a request, before or after [`resolve_uri`](Self::resolve_uri): that below the base URL.
+    /// Returns the caller's path of a request: that below the base URL.
     pub(super) fn request_path<'u>(&self, uri: &'u Uri) -> &'u str {
         let Some(base) = &self.base else { return uri.path() };
         let below_base = || url_path_below_base(base, uri).ok();

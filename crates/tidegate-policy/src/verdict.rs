@@ -60,12 +60,14 @@ pub struct RequestFacts<'r> {
 
 impl<'r> RequestFacts<'r> {
     /// The facts of a request to this host. The path is the caller's: below the provider's base URL.
+    #[inline]
     pub fn new(method: &'r Method, host: &'r str, path: &'r str, headers: &'r HeaderMap) -> Self {
         Self { method, host, path, headers, body: None }
     }
 
     /// Adds the request's body.
     #[must_use]
+    #[inline]
     pub fn with_body(mut self, body: Option<&'r [u8]>) -> Self {
         self.body = body.map(Document::new);
         self
@@ -272,9 +274,9 @@ impl VerdictRules {
         in_scopes || self.rules.iter().any(of_rules) || conditions.into_iter().any(|when| !when.request.json.is_empty())
     }
 
-    /// The longest time for which a reply closes anything, if no rule sets another.
-    pub fn max_pause(&self) -> Span {
-        self.max_pause
+    /// The longest time for which a reply closes anything, by any rule.
+    pub fn longest_pause(&self) -> Span {
+        self.rules.iter().filter_map(|rule| rule.max_pause).fold(self.max_pause, Span::max)
     }
 
     /// The route and the scope of a call, as far as its request tells. `provider` is the key of the provider, which keeps
@@ -595,7 +597,8 @@ impl Classified {
 
 impl AllowanceRule {
     fn needs_body(&self) -> bool {
-        [&self.limit, &self.remaining, &self.used].into_iter().flatten().any(NumberSource::needs_body)
+        let numbers = [&self.limit, &self.remaining, &self.used].into_iter().flatten();
+        numbers.into_iter().any(NumberSource::needs_body) || self.reset.as_ref().is_some_and(WaitSource::needs_body)
     }
 
     fn read(&self, exchange: &Exchange<'_>, clock: ReplyClock, hints: &mut Hints) {

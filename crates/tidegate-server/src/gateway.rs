@@ -40,7 +40,7 @@ use crate::ServeError;
 use crate::access::{Access, ListenerKind};
 use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::dashboard::remove_session_cookies;
-use crate::hop_headers;
+use crate::hop_headers::{self, X_FORWARDED_PROTO};
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, finish_response, set_connection_close};
 use crate::metrics::RequestMetrics;
@@ -323,7 +323,7 @@ struct CallerOrigin {
 
 impl CallerOrigin {
     fn from_headers(headers: &HeaderMap) -> Option<Self> {
-        let is_https = headers.get("x-forwarded-proto").is_some_and(|proto| proto == "https");
+        let is_https = headers.get(X_FORWARDED_PROTO).is_some_and(|proto| proto == "https");
         let host = headers.get(HOST).filter(|host| !host.is_empty())?.clone();
         Some(Self { scheme: if is_https { "https" } else { "http" }, host })
     }

@@ -1,6 +1,8 @@
 //! The W3C trace context of a request, by which its log lines are found from its trace.
 
-use http::HeaderMap;
+use http::{HeaderMap, HeaderName};
+
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// The length of a trace context without the fields that later versions may append.
 const LENGTH: usize = 55;
@@ -8,7 +10,7 @@ const LENGTH: usize = 55;
 /// The trace context of a request: version, trace id, parent id and flags. `None` if there is none, or if it is invalid
 /// (W3C Trace Context §3.2).
 pub(crate) fn trace_parent(headers: &HeaderMap) -> Option<&str> {
-    let mut values = headers.get_all("traceparent").iter();
+    let mut values = headers.get_all(TRACEPARENT).iter();
     let (Some(value), None) = (values.next(), values.next()) else { return None };
     let (known, more) = value.to_str().ok()?.split_at_checked(LENGTH)?;
     let mut parts = known.split('-');

@@ -8,7 +8,7 @@ use super::{
     AttemptReport, Call, CallFailure, CallRules, CallScope, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NO_CREDENTIAL,
     NextStep, ProviderState, SentRequest, push_required,
 };
-use crate::breaker::BreakerPermit;
+use crate::breaker::{BreakerPermit, BreakerState};
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Batch, Class, Key, MAX_COST, Op, Remaining, RemainingAmount, Scope, Span, Time, Verb, Verdict};
 
@@ -222,7 +222,8 @@ impl Call {
             Delivery::Answered if sent.counted_at > now && rules.lead > Span::ZERO => Some(Verb::Settle),
             Delivery::Answered | Delivery::Unknown => None,
         };
-        (self.charged_at, self.counted_at) = (sent.charged_at, sent.counted_at);
+        // Another request of the call may have been charged since.
+        (self.charged_at, self.counted_at, self.charged_scope) = (sent.charged_at, sent.counted_at, sent.scope);
         if let Some(verb) = correction {
             self.prepare_correction(rules, state, sent.credential, verb);
             if state.store_requests.updates().is_some() {
@@ -260,7 +261,9 @@ impl Call {
             is_one_route = state.routes.record_failure(self.scope.route, now);
             may_open = (is_outage || is_pause) && !is_one_route;
             // The probe of a half-open breaker is sent after the last failure.
-            if is_pause && state.breaker.has_failed_since(sent.sent_at, now) {
+            let is_counted = is_pause && state.breaker.has_failed_since(sent.sent_at, now);
+            // A probe at a route that always fails says nothing about the others.
+            if is_counted || is_one_route && state.breaker.state(now) == BreakerState::HalfOpen {
                 state.breaker.give_back(permit);
                 return is_one_route;
             }
@@ -318,7 +321,7 @@ impl Call {
         let counted = sent.scope.counted();
         let told = self.told_scope(verdict);
         if let (Scope::Named(key), CallScope { route, is_learnt: true, closes_only: false, .. }) = (told, self.scope) {
-            state.scopes.teach(route, key);
+            state.scopes.teach(route, key, now);
         }
         let is_alone = rules.credential_keys.len() == 1;
         let wait = verdict.announced_wait().unwrap_or(Span::ZERO).min(MAX_CLOSING);
@@ -338,7 +341,7 @@ impl Call {
                     state.double_lead(sent.sent_at, now);
                 }
                 let closing = if self.has_reservation { Closing::Reserved } else { Closing::Throttled };
-                state.close(rules, sent, part, closing, wait, now);
+                state.close(rules, sent, part, closing, (wait, verdict.is_cut), now);
                 if let Some(quota) = verdict.spent_quota {
                     state.pool.set_spent_quota(sent.credential, quota, now + wait);
                 } else if !wait.is_zero()
@@ -349,7 +352,7 @@ impl Call {
             }
             // The end of the pause is another first call.
             Class::Unavailable | Class::Transient | Class::Unknown | Class::Success if closes => {
-                state.close(rules, sent, part, Closing::Paused, wait, now);
+                state.close(rules, sent, part, Closing::Paused, (wait, verdict.is_cut), now);
             }
             Class::Success => {
                 if sent.generation > 0 {
@@ -365,6 +368,9 @@ impl Call {
                     // Without it, the next closing lasts longer.
                     let _ = state.updates().push(cooldown_op(rules, key, verb));
                 }
+                if !sent.scope.is_none() {
+                    state.scopes.end_leaving_out(sent.scope.key(), sent.credential);
+                }
             }
             Class::Auth if !rules.can_renew_login || self.has_renewed(sent.credential) => {
                 let is_certain = verdict.rejects_credential;
@@ -377,10 +383,6 @@ impl Call {
                 }
             }
             _ => {}
-        }
-        if verdict.is_cut && closes {
-            let closed = 0..rules.credential_keys.len();
-            closed.filter(|it| part.for_all || *it == sent.credential).for_each(|it| state.pool.set_cut(it));
         }
         if verdict.class == Class::Success {
             // A credential that works elsewhere may not use this path, which a caller has chosen.
@@ -503,8 +505,17 @@ impl ProviderState {
         &mut self.store_requests.updates
     }
 
-    /// Closes a part for a wait, here and in the store. Zero is the length that the store chooses.
-    fn close(&mut self, rules: &CallRules, sent: &SentRequest, part: Part, closing: Closing, wait: Span, now: Time) {
+    /// Closes a part for a wait, here and in the store. Zero is the length that the store chooses. `is_cut` if the provider
+    /// has asked for more.
+    fn close(
+        &mut self,
+        rules: &CallRules,
+        sent: &SentRequest,
+        part: Part,
+        closing: Closing,
+        (wait, is_cut): (Span, bool),
+        now: Time,
+    ) {
         let Part { mut key, for_all, is_taught } = part;
         let is_other = key != 0 && key != sent.scope.key();
         // The request hasn't passed the gate of another scope, so that it can't lengthen its closings.
@@ -555,6 +566,10 @@ impl ProviderState {
             }
             // Those that don't fit into the batch are closed in this process alone.
             let _ = self.updates().push(op(other, Verb::Debit));
+        }
+        if is_cut && key == 0 {
+            let closed = (0..rules.credential_keys.len()).filter(|it| for_all || *it == credential);
+            closed.for_each(|it| self.pool.set_cut(it));
         }
     }
 }

@@ -160,16 +160,11 @@ impl Scopes {
         states.map(|(_, state)| state.closed_until.max(state.left_out_until)).max().unwrap_or(Time::ZERO)
     }
 
-    /// Learns that the calls of a route belong to a scope.
-    pub(super) fn teach(&mut self, route: u64, key: u64) {
-        if self.routes.len() >= MAX_SCOPES && !self.routes.contains_key(&route) {
-            // Any other: its keys are hashes. It is learnt again from its next reply.
-            let next = self.routes.range(route..).next().or_else(|| self.routes.iter().next());
-            if let Some(other) = next.map(|(other, _)| *other) {
-                self.routes.remove(&other);
-            }
+    /// Learns that the calls of a route belong to a scope, unless there is no room for another route.
+    pub(super) fn teach(&mut self, route: u64, key: u64, now: Time) {
+        if self.has_room_for_route(route, now) {
+            self.routes.insert(route, key);
         }
-        self.routes.insert(route, key);
     }
 
     /// Learns that the calls of a route belong to a scope that is closed until a time, and is only closed. A route keeps a
@@ -178,17 +173,22 @@ impl Scopes {
         if self.routes.get(&route).is_some_and(|known| self.last_end(*known) > until) {
             return true;
         }
-        if self.routes.len() >= MAX_SCOPES && !self.routes.contains_key(&route) {
-            self.forget_open_routes(now);
-            if self.routes.len() >= MAX_SCOPES {
-                return false;
-            }
+        let has_room = self.has_room_for_route(route, now);
+        if has_room {
+            self.routes.insert(route, key);
         }
-        self.routes.insert(route, key);
-        true
+        has_room
     }
 
-    /// Forgets the routes whose scopes are open.
+    /// True if there is room for a route, perhaps because others are forgotten.
+    fn has_room_for_route(&mut self, route: u64, now: Time) -> bool {
+        if self.routes.len() >= MAX_SCOPES && !self.routes.contains_key(&route) {
+            self.forget_open_routes(now);
+        }
+        self.routes.len() < MAX_SCOPES || self.routes.contains_key(&route)
+    }
+
+    /// Forgets the routes whose scopes are open: they are learnt again from their next replies.
     #[cold]
     fn forget_open_routes(&mut self, now: Time) {
         if self.routes_searched_at <= now && now < self.routes_searched_at + SEARCH_INTERVAL {
@@ -227,6 +227,13 @@ impl Scopes {
     pub(super) fn leave_out(&mut self, key: u64, credential: usize, until: Time, now: Time) {
         if let Some(state) = self.state_mut(key, credential, false, now) {
             state.left_out_until = until;
+        }
+    }
+
+    /// Uses a credential in the scope again that was left out, because it was accepted there.
+    pub(super) fn end_leaving_out(&mut self, key: u64, credential: usize) {
+        if let Some(state) = self.states.get_mut(&(key, credential as u16)) {
+            state.left_out_until = Time::ZERO;
         }
     }
 
@@ -386,7 +393,7 @@ mod tests {
         let charged = |scopes: &Scopes, call| [scopes.charged_to(call).key(), scopes.charged_to(call).counted()];
         assert_eq!((charged(&scopes, call), call.queue_key()), ([7, 7], 7), "until it is known");
         assert_eq!((charged(&scopes, closed), closed.queue_key()), ([0, 0], 7));
-        scopes.teach(7, 99);
+        scopes.teach(7, 99, at(0));
         assert_eq!((charged(&scopes, call), call.queue_key()), ([99, 99], 7));
         assert_eq!((charged(&scopes, closed), closed.queue_key()), ([99, 0], 7));
         assert_eq!(charged(&scopes, CallScope { key: 5, ..call }), [5, 5], "the request names it");
@@ -414,6 +421,8 @@ mod tests {
             assert!(scopes.teach_closed(route, 2, at(5), at(0)));
         }
         assert!(!scopes.teach_closed(50_000, 3, at(700), at(0)), "all are closed");
+        scopes.teach(50_000, 4, at(0));
+        assert_eq!((scopes.routes.len(), scopes.routes.get(&50_000)), (MAX_SCOPES, None), "and stay so");
         assert!(scopes.teach_closed(50_000, 3, at(700), at(20)));
         assert_eq!((scopes.routes.len(), scopes.routes[&7]), (2, 3));
     }
@@ -462,6 +471,15 @@ mod tests {
         assert_eq!(next_at(1), Some(at(0) + Span::from_millis(100)));
         assert!(next_at(2).is_some_and(|next_at| next_at <= at(0)));
         assert_eq!(next_at(3), None);
+    }
+
+    #[test]
+    fn a_credential_that_is_accepted_isnt_left_out() {
+        let mut scopes = Scopes::default();
+        scopes.leave_out(1, 0, at(300), at(0));
+        assert_eq!(scopes.free_at(1, 0, 1, true, at(1)), at(300));
+        scopes.end_leaving_out(1, 0);
+        assert_eq!(scopes.free_at(1, 0, 1, true, at(1)), at(1));
     }
 
     #[test]

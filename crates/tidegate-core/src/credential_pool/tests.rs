@@ -287,6 +287,17 @@ fn a_clock_step_back_excludes_no_credential() {
 }
 
 #[test]
+fn a_clock_step_back_lengthens_no_trial() {
+    let mut caller = Caller::new(Balance::RoundRobin, 1);
+    let day = 86_400_000;
+    caller.pool.set_closed_until(0, at(2 * day), at(day));
+    caller.pool.set_cut(0);
+    assert_eq!((caller.next(day - 600_000), caller.pool.is_on_trial(0)), (Some(0), true));
+    assert!(!caller.pool.record_acceptance(0, at(day - 700_000)), "sent before");
+    assert!(caller.pool.record_acceptance(0, at(day - 600_000)));
+}
+
+#[test]
 fn pool_size_and_indexes_are_bounded() {
     for found in [0, MAX_CREDENTIALS + 1] {
         assert_eq!(CredentialPool::new(Balance::RoundRobin, found).unwrap_err(), PoolSizeError { found });

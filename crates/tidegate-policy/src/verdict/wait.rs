@@ -79,7 +79,7 @@ impl WaitRule {
 }
 
 impl WaitSource {
-    fn needs_body(&self) -> bool {
+    pub(crate) fn needs_body(&self) -> bool {
         match self {
             Self::Value { source, .. } => source.needs_body(),
             Self::Text { .. } | Self::Missing { .. } => true,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tidegate_core::{Budget, Class, Clock, FailedAttempt, Retry, RetryTracker, Span, Time, UnreplayableReason};
+use tidegate_core::{Budget, Clock, FailedAttempt, Retry, RetryTracker, Span, Time, UnreplayableReason};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::SharedRng;
 use tower_layer::Layer;
@@ -180,7 +180,7 @@ impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
             else {
                 return outcome;
             };
-            budget_guard.0 = budget.filter(|_| classified.class == Class::Transient);
+            budget_guard.0 = budget.filter(|_| attempt.spends_budget());
             // Frees the connection of a reply that is never read.
             drop(outcome);
             if at > now {

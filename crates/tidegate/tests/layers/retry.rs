@@ -109,20 +109,28 @@ async fn an_unsent_retry_returns_its_budget() {
     let clock = TokioClock::default();
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 2 }));
     let script = Script::new(clock, [failed(503), slow(ok(200), 60)]);
+    let of_outage = |outcome: Result<&u16, &Failed>| match outcome {
+        Err(Failed(529)) => Class::Unavailable,
+        outcome => by_number(outcome),
+    };
     let mut service =
-        RetryLayer::with_clock(retry(3), Some(Arc::clone(&budget)), by_number, clock).layer(script.clone());
+        RetryLayer::with_clock(retry(3), Some(Arc::clone(&budget)), of_outage, clock).layer(script.clone());
     let within = |millis, call| tokio::time::timeout(Duration::from_millis(millis), call);
 
     assert!(within(100, service.call("a")).await.is_err());
     assert_eq!((script.times().len(), budget.remaining()), (1, 1), "dropped while it slept");
 
+    script.rewrite([failed(529)]);
+    assert!(within(100, service.call("a")).await.is_err());
+    assert_eq!((script.times().len(), budget.remaining()), (2, 1), "after an outage without a wait, too");
+
     script.rewrite([failed(429)]);
     assert!(within(100, service.call("a")).await.is_err());
-    assert_eq!((script.times().len(), budget.remaining()), (2, 1), "what wasn't taken doesn't go back");
+    assert_eq!((script.times().len(), budget.remaining()), (3, 1), "what wasn't taken doesn't go back");
 
     script.rewrite([failed(503), slow(ok(200), 60)]);
     assert!(within(1_000, service.call("b")).await.is_err());
-    assert_eq!((script.times().len(), budget.remaining()), (4, 0), "dropped when it was sent");
+    assert_eq!((script.times().len(), budget.remaining()), (5, 0), "dropped when it was sent");
 }
 
 #[tokio::test(start_paused = true)]

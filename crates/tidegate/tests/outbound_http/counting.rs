@@ -66,8 +66,13 @@ fn github(seed: u64, limits: &[(&'static str, u64, Secs)], points: usize) -> Pro
 fn github_request(worker: usize, number: u64) -> Request<Full<Bytes>> {
     match worker % 2 {
         0 => get(&format!("/search/issues?q={number}")),
-        _ => get(&format!("/repos/owner/repo{}/issues/{number}", worker / 6)),
+        _ => of_repository(number),
     }
+}
+
+/// As a crawler asks: each repository once.
+fn of_repository(number: u64) -> Request<Full<Bytes>> {
+    get(&format!("/repos/owner/repo{number}/issues"))
 }
 
 #[tokio::test(start_paused = true)]
@@ -96,7 +101,7 @@ async fn a_spent_resource_of_github_delays_no_call_of_another() {
 async fn githubs_secondary_limit_is_used_up() {
     for seed in seeds() {
         let provider = github(seed, &[("core", 5_000, 3_600.0)], 900);
-        let request = |worker: usize, number: u64| get(&format!("/repos/owner/repo{}/issues/{number}", worker / 6));
+        let request = |_: usize, number: u64| of_repository(number);
         let run = run("GitHub, secondary", seed, layer_of(GITHUB), provider, 300.0, request).await;
         run.check(TOLD, &[("core", 4_500.0)]);
     }

@@ -188,6 +188,32 @@ async fn one_bad_path_doesnt_close_the_others() {
     assert_eq!(breaker(&layer), BreakerState::Open);
 }
 
+#[tokio::test(start_paused = true)]
+async fn one_bad_path_keeps_no_breaker_open() {
+    let is_outage = Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let fails = Arc::clone(&is_outage);
+    let api = Api::new(move |_, arrived| match arrived.uri.contains("/bad") || fails.load(Ordering::Relaxed) {
+        true => status(500),
+        false => status(200),
+    });
+    let layer = layer("retry = { max_attempts = 1 }");
+    let service = layer.layer(api.clone());
+    while breaker(&layer) == BreakerState::Closed {
+        for path in ["/good", "/bad"] {
+            status_of(&service, path).await;
+            tokio::time::sleep(secs(2)).await;
+        }
+    }
+    is_outage.store(false, Ordering::Relaxed);
+    while breaker(&layer) == BreakerState::Open {
+        tokio::time::sleep(secs(1)).await;
+    }
+    for (path, expected) in [("/good", 200), ("/bad", 500), ("/bad", 500), ("/good", 200)] {
+        assert_eq!(status_of(&service, path).await, expected, "{path}");
+    }
+    assert_eq!(breaker(&layer), BreakerState::Closed);
+}
+
 const RESOURCES: &str = "learn_limits = true\ntimeout = \"90s\"\n\
     rule = [{ when = { status = 403, header = { x-ratelimit-remaining = \"0\" } }, is = \"quota\", wait = \"header x-ratelimit-reset\" }]\n\
     scope = [{ path = \"/search/**\", name = [\"search\"] }, { name = [\"header x-ratelimit-resource\"] }]\n";
@@ -539,4 +565,38 @@ async fn one_call_at_a_time_tries_a_credential_after_a_long_pause() {
         let sent = if day == 4 { 100 } else { 1 };
         assert_eq!((api.count() - before, statuses.contains(&200)), (sent, day == 4), "day {day}");
     }
+}
+
+/// The other parts of the credential are known to be open.
+#[tokio::test(start_paused = true)]
+async fn a_long_pause_of_a_scope_puts_no_credential_on_trial() {
+    let api = Api::new(|_, arrived| match arrived.uri.contains("/closed") {
+        true => answer(429, &[("retry-after", "99999999")], "no"),
+        false => status(200),
+    });
+    let api = api.taking(secs(2));
+    let scope = "scope = [{ path = \"/{part}/**\", name = [\"path {part}\"] }]\ncredential_limit = \"2 per 1s\"\n";
+    let service = layer(&format!("{scope}{PAIR}")).layer(api.clone());
+    assert_eq!(status_of(&service, "/closed/1").await, 429);
+    tokio::time::sleep(secs(5)).await;
+    let asked = now();
+    assert_eq!(join_all((0..8).map(|_| status_of(&service, "/open/1"))).await, [200; 8]);
+    assert!(
+        now() - asked < Duration::from_millis(3_900),
+        "no call waits for the reply of another: {:?}",
+        now() - asked
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reset_in_the_body_is_read_also_if_the_amounts_are_in_headers() {
+    let api = Api::new(|number, _| match number {
+        0 => answer(200, &[("content-type", "application/json"), ("x-left", "0")], "{\"reset_in\":5}"),
+        _ => answer(200, &[("x-left", "9")], ""),
+    });
+    let allowance = "allowance = [{ remaining = \"header x-left\", reset = \"json /reset_in s\" }]";
+    let service = layer(&format!("learn_limits = true\ntimeout = \"60s\"\n{allowance}")).layer(api.clone());
+    let began = now();
+    assert_eq!([status_of(&service, "/x").await, status_of(&service, "/x").await], [200, 200]);
+    assert_eq!((now() - began).as_secs(), 5);
 }
