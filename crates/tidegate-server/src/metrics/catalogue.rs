@@ -110,7 +110,7 @@ metrics! {
     PROVIDER_RETRIES: Counter "provider_retries" ["provider"]
         "Further requests of calls that were sent: retries and hedges. Divided by the first tries, the amplification of traffic minus 1";
     PROVIDER_ATTEMPTS: Counter "provider_attempts" ["provider", "class"]
-        "Requests that have ended, by class: success, throttled, transient, permanent, auth, cancelled";
+        "Requests that have ended, by class: success, throttled, quota, unavailable, transient, unknown, permanent, auth, cancelled";
     #[seconds]
     PROVIDER_REPLY_TIME: Histogram "provider_reply_duration" ["provider"]
         "The time from sending a request to the head of its reply";
