@@ -3,11 +3,12 @@
 use std::error::Error;
 use std::io;
 
-use http::Method;
+use http::{HeaderMap, Method};
 use tidegate_core::Verdict;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::{Delivery, TransportFault, UnreplayableReason, is_repeatable};
 
+use super::call_headers::has_idempotency_key;
 use super::causes::causes;
 
 /// Classifies the attempts of one request.
@@ -18,8 +19,8 @@ pub(crate) struct AttemptClassifier {
 }
 
 impl AttemptClassifier {
-    pub(crate) fn new(method: &Method, has_idempotency_key: bool) -> Self {
-        Self { is_idempotent: is_repeatable(method.as_str(), has_idempotency_key, true) }
+    pub(crate) fn new(method: &Method, headers: &HeaderMap) -> Self {
+        Self { is_idempotent: is_repeatable(method.as_str(), false, true) || has_idempotency_key(headers) }
     }
 
     /// The report of a reply with this verdict. `unreplayable` is the reason that the request can't be sent again, if there is
@@ -83,6 +84,7 @@ fn fault_of_io(kind: io::ErrorKind) -> Option<TransportFault> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::call_headers::IDEMPOTENCY_KEY;
     use super::*;
     use http::{HeaderName, StatusCode};
     use tidegate_core::{Class, Span, Time};
@@ -97,7 +99,8 @@ mod tests {
             .map(|(name, value)| (HeaderName::from_static(name), http::HeaderValue::from_static(value)))
             .collect();
         let found = Classified::of_head(StatusCode::from_u16(status).unwrap(), &headers, NOW);
-        AttemptClassifier::new(&method, has_key).reply_report(found.verdict, None)
+        let key = has_key.then(|| (IDEMPOTENCY_KEY, http::HeaderValue::from_static("8e03978e")));
+        AttemptClassifier::new(&method, &key.into_iter().collect()).reply_report(found.verdict, None)
     }
 
     #[test]
@@ -200,7 +203,7 @@ mod tests {
         assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
         assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
         assert!(reply(Method::PUT, false, 503, &[]).is_repeatable);
-        let post = AttemptClassifier::new(&Method::POST, false);
+        let post = AttemptClassifier::new(&Method::POST, &HeaderMap::new());
         assert!(post.classify_fault(TransportFault::Unsent, None).is_repeatable, "nothing was sent");
         assert!(!post.classify_fault(TransportFault::Reset, None).is_repeatable);
         let large = Some(UnreplayableReason::BodyTooLarge);

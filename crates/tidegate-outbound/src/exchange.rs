@@ -11,17 +11,16 @@ use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, UPGRADE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
-use http_body::Body;
+use http_body::{Body, SizeHint};
 use tidegate_core::call::{AttemptReport, CallScope};
 use tidegate_core::retry::{Delivery, TransportFault};
 use tidegate_core::{Class, Clock, Span, Time, Verdict};
 use tidegate_policy::outbound::CostRules;
-use tidegate_policy::verdict::{Classified, RequestFacts};
+use tidegate_policy::verdict::RequestFacts;
 use tidegate_policy::{ReplyReservation, Secret, TIDEGATE_RESERVATION};
 use tidegate_store::Store;
 use tower_service::Service;
 
-use super::call_headers::has_idempotency_key;
 use super::causes::causes;
 use super::cost::{expected_cost, is_json};
 use super::login::{LoginReply, MAX_LOGIN_REPLY};
@@ -141,7 +140,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
         Ok(Self {
             shared,
             inner,
-            classifier: AttemptClassifier::new(&parts.method, has_idempotency_key(&parts.headers)),
+            classifier: AttemptClassifier::new(&parts.method, &parts.headers),
             parts,
             path_start,
             body: ReplayBuffer::new(body, config.replay_bytes),
@@ -179,6 +178,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
         provider.config().verdicts.call_scope(&self.facts(), provider.rules.key)
     }
 
+    #[inline]
     fn facts(&self) -> RequestFacts<'_> {
         let (target, Parts { method, uri, headers, .. }) = (&self.shared.target, &self.parts);
         let facts = RequestFacts::new(method, target.host(uri), &uri.path()[self.path_start..], headers);
@@ -271,32 +271,17 @@ where
         }
     }
 
-    /// The verdict on a reply, with as much of its body as rules ask for.
-    async fn classify(
-        &mut self,
-        head: &http::response::Parts,
-        body: B,
-        now: Time,
-    ) -> Result<(Classified, PeekedBody<B>), BoxError> {
+    /// The longest part of a reply's body that is read for rules, and the time that it may take. `None` without such rules,
+    /// and for long replies, which are not held back.
+    fn read_bounds(&self, head: &http::response::Parts, size: &SizeHint) -> Option<(usize, Duration)> {
         let verdicts = &self.shared.provider.0.config().verdicts;
-        let limit = verdicts.body_limit(&self.facts(), head.status, &head.headers);
-        let size = body.size_hint();
-        // Long replies are not held back.
-        let limit = limit.filter(|limit| size.lower() <= *limit as u64);
-        let peeked = match limit {
-            None => PeekedBody::unread(body),
-            Some(limit) => {
-                let max_time = if size.exact().is_some() { MAX_READ_TIME } else { MAX_STREAM_READ_TIME };
-                // Boxed, because replies that aren't read would need the memory for it too.
-                Box::pin(PeekedBody::read(body, limit, Some(max_time))).await.map_err(Into::into)?
-            }
-        };
-        let read = Some(&*peeked.read_ahead).filter(|_| limit.is_some() && peeked.is_complete());
-        Ok((self.judge(head, read, now), peeked))
+        let limit = verdicts.body_limit(&self.facts(), head.status, &head.headers)?;
+        let max_time = if size.exact().is_some() { MAX_READ_TIME } else { MAX_STREAM_READ_TIME };
+        (size.lower() <= limit as u64).then_some((limit, max_time))
     }
 
     /// The verdict on a reply, with its body if it was read.
-    fn judge(&self, head: &http::response::Parts, body: Option<&[u8]>, now: Time) -> Classified {
+    fn judge(&self, head: &http::response::Parts, body: Option<&[u8]>, now: Time) -> Verdict {
         let provider = &self.shared.provider.0;
         let config = provider.config();
         let key = provider.rules.key;
@@ -309,7 +294,7 @@ where
             (verdict.spent_quota, verdict.wait) = (Some(quota), Some(ends.since(now)));
         }
         self.shared.verdict_log.note(&config.name, head.status, &classified, now);
-        classified
+        classified.verdict
     }
 
     async fn process_response(
@@ -325,12 +310,18 @@ where
         if has_switched && !self.parts.headers.contains_key(UPGRADE) {
             return self.fault_outcome(SendError::UnrequestedSwitch, TransportFault::InvalidReply);
         }
-        let (classified, mut peeked) = match self.classify(&head, body, now).await {
-            Ok(classified) => classified,
+        let bounds = self.read_bounds(&head, &body.size_hint());
+        let read = match bounds {
+            None => Ok(PeekedBody::unread(body)),
+            // Boxed, because replies that aren't read would need the memory for it too.
+            Some((limit, max_time)) => Box::pin(PeekedBody::read(body, limit, Some(max_time))).await,
+        };
+        let mut peeked = match read {
+            Ok(peeked) => peeked,
             Err(error) => {
-                let error = redact_error(error, sent_secret.as_deref());
+                let error = redact_error(error.into(), sent_secret.as_deref());
                 // The head of a refusal or a fault still says what it is.
-                let verdict = self.judge(&head, None, now).verdict;
+                let verdict = self.judge(&head, None, now);
                 if verdict.class == Class::Success {
                     return self.fault_outcome(error, TransportFault::InvalidReply);
                 }
@@ -338,7 +329,9 @@ where
                 return AttemptOutcome { report, value: Err(error) };
             }
         };
-        let mut report = self.classifier.reply_report(classified.verdict, self.body.unreplayable_reason());
+        let whole = Some(&*peeked.read_ahead).filter(|_| bounds.is_some() && peeked.is_complete());
+        let verdict = self.judge(&head, whole, now);
+        let mut report = self.classifier.reply_report(verdict, self.body.unreplayable_reason());
         if report.verdict.has_reservation
             && let (Some(token), Some(wait)) = (reservation_to_present(&head.headers), report.verdict.wait)
         {

@@ -7,7 +7,7 @@
 pub(crate) mod call_error;
 pub(crate) mod provider_client;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::pin;
@@ -37,7 +37,7 @@ use tower_layer::Layer as _;
 
 use self::provider_client::ProviderClient;
 use crate::ServeError;
-use crate::access::{Access, ListenerKind};
+use crate::access::Access;
 use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::dashboard::remove_session_cookies;
 use crate::hop_headers::{self, X_FORWARDED_PROTO};
@@ -65,7 +65,7 @@ const X_FORWARDED: &str = "x-forwarded-";
 
 /// The state that all connections of the gateway share.
 pub(crate) struct GatewayState<S: Store, C: Clock> {
-    mounts: HashMap<String, Mount<S, C>>,
+    mounts: BTreeMap<String, Mount<S, C>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     tls: ClientConfig,
@@ -104,7 +104,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
             Some(earlier) => earlier.tls.clone(),
             None => provider_client::tls_config().map_err(ServeError::RootCertificates)?,
         };
-        let mut mounts = HashMap::new();
+        let mut mounts = BTreeMap::new();
         for provider in outbound.providers() {
             let plan = provider.config();
             let Some(base) = &plan.base_url else { continue };
@@ -250,9 +250,6 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         }
         if let Err(denied) = self.access.check(request) {
             return Err(self.access.denied_response(denied, request, client, self.now()));
-        }
-        for name in ListenerKind::Gateway.token_headers() {
-            request.headers_mut().remove(name);
         }
         remove_session_cookies(request.headers_mut());
         let path = request.uri().path_and_query().map_or("/", PathAndQuery::as_str);

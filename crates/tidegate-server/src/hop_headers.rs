@@ -219,7 +219,11 @@ impl HopHeaders {
 
 fn strip(headers: &mut HeaderMap, found: &HopHeaders, keyed: &[HeaderName]) {
     if found.connection {
-        let named: Vec<HeaderName> = tokens(headers, &CONNECTION)
+        // Nearly all name nothing else, and the search in them would cost more than the rest.
+        let is_usual = |line: &HeaderValue| line == "keep-alive" || line == "close";
+        let lines = headers.get_all(CONNECTION).iter().filter(|line| !is_usual(line));
+        let named: Vec<HeaderName> = lines
+            .flat_map(tokens_of_line)
             .filter(|token| !token.eq_ignore_ascii_case(b"close") && !token.eq_ignore_ascii_case(b"keep-alive"))
             .filter_map(|token| HeaderName::from_bytes(token).ok())
             .filter(|name| name != HOST && name != CONTENT_LENGTH && !keyed.contains(name))
@@ -245,8 +249,11 @@ fn strip(headers: &mut HeaderMap, found: &HopHeaders, keyed: &[HeaderName]) {
 }
 
 fn tokens<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'a [u8]> {
-    let lines = headers.get_all(name).iter();
-    lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b',')).map(<[u8]>::trim_ascii)
+    headers.get_all(name).iter().flat_map(tokens_of_line)
+}
+
+fn tokens_of_line(line: &HeaderValue) -> impl Iterator<Item = &[u8]> {
+    line.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii)
 }
 
 #[cfg(test)]

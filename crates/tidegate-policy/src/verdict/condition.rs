@@ -31,7 +31,7 @@ impl StatusSet {
     }
 
     #[inline]
-    pub(crate) fn contains(self, status: u16) -> bool {
+    pub(crate) fn contains(&self, status: u16) -> bool {
         let bit = usize::from(status.wrapping_sub(100));
         self.0.get(bit / 64).is_some_and(|word| word >> (bit % 64) & 1 == 1)
     }
