@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ACCEPT_ENCODING, UPGRADE};
+use http::header::{ACCEPT_ENCODING, RETRY_AFTER, UPGRADE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, SizeHint};
@@ -337,6 +337,12 @@ where
         {
             self.reservations.retain(|held| held.credential != credential);
             self.reservations.push(HeldReservation { token, credential, usable_from: now + wait });
+        }
+        // If it is the last reply, the caller learns the wait that the body or another header tells.
+        if report.verdict.class != Class::Success
+            && let Some(wait) = report.verdict.announced_wait()
+        {
+            head.headers.entry(RETRY_AFTER).or_insert_with(|| wait.as_secs_ceil().into());
         }
         // After a protocol switch, the caller exchanges data with the provider until it drops the response.
         report.is_streaming = !peeked.is_complete() || has_switched;

@@ -160,7 +160,11 @@ impl DocumentReader<'_> {
         let path = format!("/{}", text.trim_start_matches("$.").trim_start_matches('.').replace('.', "/"));
         let is_dotted = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.$".contains(&byte));
         let message = format!("`{key}`: {} is no JSON pointer", quoted(text));
-        self.error(at, message, "a JSON pointer such as \"/usage/total_tokens\"")
+        let expected = match text.contains('~') {
+            true => "a JSON pointer, in which `~0` stands for `~` and `~1` for `/`",
+            false => "a JSON pointer such as \"/usage/total_tokens\"",
+        };
+        self.error(at, message, expected)
             .did_you_mean(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty()))
     }
 

@@ -600,3 +600,22 @@ async fn a_reset_in_the_body_is_read_also_if_the_amounts_are_in_headers() {
     assert_eq!([status_of(&service, "/x").await, status_of(&service, "/x").await], [200, 200]);
     assert_eq!((now() - began).as_secs(), 5);
 }
+
+/// Also if there is no time for another attempt, or the request must not be sent again.
+#[tokio::test(start_paused = true)]
+async fn a_caller_learns_the_wait_that_a_body_or_a_rule_tells() {
+    let rules = "timeout = \"10s\"\nrule = [\
+        { when = { status = 400, json = { \"/code\" = \"E-THROTTLE\" } }, is = \"throttled\", wait = \"json /retryIn ms\" },\
+        { when = { status = 503 }, is = \"unavailable\", wait = \"header x-back-at\" }]";
+    for (code, name, body, wait) in
+        [(400, "x-none", "{\"code\":\"E-THROTTLE\",\"retryIn\":53800}", "54"), (503, "x-back-at", "{}", "14")]
+    {
+        let api = Api::new(move |_, _| answer(code, &[("content-type", "application/json"), (name, "14")], body));
+        let service = layer(rules).layer(api.clone());
+        for request in [get("/x"), post("{}", None)] {
+            let response = ask(&service, request).await.unwrap();
+            assert_eq!(response.headers().get("retry-after").map(|wait| wait.to_str().unwrap()), Some(wait), "{code}");
+            tokio::time::sleep(secs(60)).await;
+        }
+    }
+}
