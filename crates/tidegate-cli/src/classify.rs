@@ -10,7 +10,7 @@ use tidegate_core::retry::is_repeatable;
 use tidegate_core::time::UtcText;
 use tidegate_core::{Class, Clock as _, Key, RemainingAmount, Scope, Span, Time};
 use tidegate_policy::outbound::ProviderConfig;
-use tidegate_policy::verdict::{Classified, RequestFacts, VerdictRules};
+use tidegate_policy::verdict::{Classified, RequestFacts, VerdictRules, comparable_path};
 
 use crate::policy::{environment, file_failure, invalid_input, load, print, read_input};
 use crate::{CommandResult, PolicyFile};
@@ -98,7 +98,8 @@ pub(crate) fn run(arguments: ClassifyArgs) -> CommandResult {
     };
     let (headers, request_headers) = (headers(&arguments.header), headers(&arguments.request_header));
     let host = provider.and_then(|provider| provider.base_url.as_ref()).map_or("", |url| url.authority().host());
-    let request = RequestFacts::new(&arguments.method, host, &arguments.path, &request_headers);
+    let path = comparable_path(&arguments.path);
+    let request = RequestFacts::new(&arguments.method, host, &path, &request_headers);
     let request = request.with_body(request_body.as_deref());
     let limit = rules.body_limit(&request, arguments.status, &headers);
     let is_read = |body: &&[u8]| limit.is_some_and(|limit| body.len() <= limit);

@@ -243,7 +243,7 @@ impl Call {
         if state.is_paused {
             return Err(CallFailure::ProviderPaused);
         }
-        state.breaker.peek(now).map_err(|refusal| state.unavailable(refusal))?;
+        state.check_breaker(self.scope.route, now)?;
         if now >= self.deadline {
             return Err(CallFailure::DeadlineExceeded);
         }
@@ -329,8 +329,8 @@ impl Call {
         if state.is_paused {
             return self.fail(CallFailure::ProviderPaused, state);
         }
-        if let Err(refusal) = state.breaker.peek(now) {
-            return self.fail(state.unavailable(refusal), state);
+        if let Err(failure) = state.check_breaker(self.scope.route, now) {
+            return self.fail(failure, state);
         }
         if self.is_too_late(state, now) {
             return self.fail(CallFailure::DeadlineExceeded, state);

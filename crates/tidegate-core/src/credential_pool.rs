@@ -247,7 +247,7 @@ impl CredentialPool {
     }
 
     /// Records that the present closing of a credential ends before the provider has asked for. From its end on, the
-    /// credential is on trial until [`record_acceptance`](Self::record_acceptance).
+    /// credential is on trial until [`record_trial_end`](Self::record_trial_end) tells that it was accepted.
     pub fn set_cut(&mut self, credential: usize) {
         if let Some(closings) = self.closings.get_mut(credential) {
             closings.is_cut = true;
@@ -265,16 +265,16 @@ impl CredentialPool {
         self.close(credential, now + TRIAL_TIME, now);
     }
 
-    /// Records that the provider has accepted a call with the credential that was sent at this time. Returns true if that
-    /// ends a trial.
+    /// Records the end of a call with the credential that was sent at this time. Returns true if that opens the credential:
+    /// the call has tried it. If the provider has accepted it, it is on trial no longer.
     #[inline]
-    pub fn record_acceptance(&mut self, credential: usize, sent_at: Time) -> bool {
-        let ends_trial = self.is_on_trial(credential) && sent_at >= self.reopened_at;
-        if ends_trial {
-            self.on_trial[credential] = false;
+    pub fn record_trial_end(&mut self, credential: usize, sent_at: Time, is_accepted: bool) -> bool {
+        let was_trial = self.is_on_trial(credential) && sent_at >= self.reopened_at;
+        if was_trial {
+            self.on_trial[credential] = !is_accepted;
             self.reopen(credential);
         }
-        ends_trial
+        was_trial
     }
 
     /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier, so that

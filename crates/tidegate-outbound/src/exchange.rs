@@ -1,5 +1,6 @@
 //! The HTTP requests of one call.
 
+use std::borrow::Cow;
 use std::error::Error;
 use std::fmt::Write as _;
 use std::future::poll_fn;
@@ -16,7 +17,7 @@ use tidegate_core::call::{AttemptReport, CallScope};
 use tidegate_core::retry::{Delivery, TransportFault};
 use tidegate_core::{Class, Clock, Span, Time, Verdict};
 use tidegate_policy::outbound::CostRules;
-use tidegate_policy::verdict::RequestFacts;
+use tidegate_policy::verdict::{RequestFacts, comparable_path};
 use tidegate_policy::{ReplyReservation, Secret, TIDEGATE_RESERVATION};
 use tidegate_store::Store;
 use tower_service::Service;
@@ -91,6 +92,8 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     parts: Parts,
     /// The place in the path at which the caller's path begins.
     path_start: usize,
+    /// The caller's path in another spelling, if rules and scopes are compared with that.
+    other_path: Option<String>,
     body: ReplayBuffer<Q>,
     /// The request's body, if rules read it, and it is JSON and short enough to be kept.
     json_body: Option<Bytes>,
@@ -129,7 +132,12 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
     ) -> Result<Self, TargetError> {
         let (mut parts, body) = request.into_parts();
         parts.extensions.remove::<CallOptions>();
-        let path_length = shared.target.request_path(&parts.uri).len();
+        let path = shared.target.request_path(&parts.uri);
+        let other_path = match comparable_path(path) {
+            Cow::Borrowed(_) => None,
+            Cow::Owned(other) => Some(other),
+        };
+        let path_length = path.len();
         shared.target.resolve_uri(&mut parts.uri)?;
         let path_start = parts.uri.path().len() - path_length;
         let config = shared.provider.config();
@@ -143,6 +151,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
             classifier: AttemptClassifier::new(&parts.method, &parts.headers),
             parts,
             path_start,
+            other_path,
             body: ReplayBuffer::new(body, config.replay_bytes),
             json_body: None,
             attempts_before: 0,
@@ -181,7 +190,8 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
     #[inline]
     fn facts(&self) -> RequestFacts<'_> {
         let (target, Parts { method, uri, headers, .. }) = (&self.shared.target, &self.parts);
-        let facts = RequestFacts::new(method, target.host(uri), &uri.path()[self.path_start..], headers);
+        let path = self.other_path.as_deref().unwrap_or_else(|| &uri.path()[self.path_start..]);
+        let facts = RequestFacts::new(method, target.host(uri), path, headers);
         facts.with_body(self.json_body.as_deref())
     }
 
@@ -396,6 +406,7 @@ where
         can_repeat.then(|| Self {
             inner: self.inner.clone(),
             parts: self.parts.clone(),
+            other_path: self.other_path.clone(),
             body: self.body.clone(),
             json_body: self.json_body.clone(),
             attempts_before: self.body.attempt_count(),

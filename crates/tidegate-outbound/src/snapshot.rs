@@ -195,9 +195,10 @@ impl<S: Store, C: Clock + Clone> Subject<S, C> {
             let provider = self.outbound.config().find(&whose.provider);
             // A spent calendar quota closes until its period ends.
             let limits = self.outbound.config().limits();
-            let has_quota = provider.as_ref().is_ok_and(|provider| provider.next_quota_end(limits, now).is_some());
-            let told = provider.map_or(DEFAULT_MAX_PAUSE, |provider| provider.verdicts.longest_pause());
-            let max_pause = if has_quota { Span::MAX } else { told };
+            let max_pause = provider.map_or(DEFAULT_MAX_PAUSE, |provider| {
+                let quota_end = provider.next_quota_end(limits, now).map_or(now, |(_, end)| end);
+                provider.verdicts.longest_pause().max(quota_end.since(now))
+            });
             match record.state {
                 // Debited in its own period, which the clock may not have reached again.
                 RecordState::Quota { used, began, .. } => {

@@ -24,6 +24,7 @@ pub(crate) use body::{JsonPath, POINTER_SEPARATOR, XmlPath};
 pub(crate) use condition::{Check, Condition, Pattern, RequestCondition, StatusSet, Test};
 pub use hints::Hints;
 pub(crate) use route::PathTemplate;
+pub use route::comparable_path;
 pub(crate) use source::{HeaderPart, Source};
 pub(crate) use times::TimeUnit;
 pub(crate) use wait::{PeriodEnd, WaitRule, WaitSource};
@@ -59,7 +60,8 @@ pub struct RequestFacts<'r> {
 }
 
 impl<'r> RequestFacts<'r> {
-    /// The facts of a request to this host. The path is the caller's: below the provider's base URL.
+    /// The facts of a request to this host. The path is the caller's, below the provider's base URL, as
+    /// [`comparable_path`] returns it.
     #[inline]
     pub fn new(method: &'r Method, host: &'r str, path: &'r str, headers: &'r HeaderMap) -> Self {
         Self { method, host, path, headers, body: None }
@@ -475,10 +477,9 @@ static USUAL_WAITS: LazyLock<WaitRule> = LazyLock::new(|| {
         unit,
         extra: Span::ZERO,
     };
-    let seconds = TimeUnit::Wait(1_000_000);
     let sources = vec![
-        value("/retry_after", seconds),
-        value("/*/retry_after", seconds),
+        value("/retry_after", TimeUnit::Any),
+        value("/*/retry_after", TimeUnit::Any),
         // The stream of a Google API begins with an array.
         value("/error/details/*/retryDelay or /*/error/details/*/retryDelay", TimeUnit::Duration),
     ];

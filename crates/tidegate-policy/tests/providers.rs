@@ -343,7 +343,7 @@ fn the_longest_pause_cuts_resets_too_and_a_rule_may_raise_it() {
     let rules = &policy.outbound().unwrap().find("api").unwrap().verdicts;
     let mut headers = HeaderMap::new();
     headers.insert("x-ratelimit-remaining", HeaderValue::from_static("0"));
-    headers.insert("x-ratelimit-reset", HeaderValue::from(NOW.as_secs_ceil() + 3 * DAYS));
+    headers.insert("x-ratelimit-reset", HeaderValue::from(NOW.as_secs_ceil() + 3 * DAYS - 1));
     let none = HeaderMap::new();
     let request = RequestFacts::new(&Method::GET, "api.test", "/", &none);
     for (status, days, cut) in [(403, 3, None), (429, 1, Some(Span::from_secs(3 * DAYS)))] {

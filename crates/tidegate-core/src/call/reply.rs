@@ -214,7 +214,7 @@ impl Call {
         } else {
             state.record_end(sent.lane, sent.credential);
         }
-        if class.proves_provider() && state.pool.record_acceptance(sent.credential, sent.sent_at) {
+        if state.pool.record_trial_end(sent.credential, sent.sent_at, class.proves_provider()) {
             state.lanes.clear_refusals();
         }
         let correction = match reply.delivery {
@@ -321,7 +321,7 @@ impl Call {
         let counted = sent.scope.counted();
         let told = self.told_scope(verdict);
         if let (Scope::Named(key), CallScope { route, is_learnt: true, closes_only: false, .. }) = (told, self.scope) {
-            state.scopes.teach(route, key, now);
+            state.scopes.teach(route, key, now, now);
         }
         let is_alone = rules.credential_keys.len() == 1;
         let wait = verdict.announced_wait().unwrap_or(Span::ZERO).min(MAX_CLOSING);
@@ -419,12 +419,12 @@ impl Call {
     ) -> Part {
         // An outage isn't one of the credential.
         let for_all = verdict.class.is_failure();
-        let CallScope { route, key: own, is_learnt, closes_only } = self.scope;
+        let CallScope { route, key: own, is_learnt, .. } = self.scope;
         let has_room = rules.has_room_for_scope(self.lane);
         match self.told_scope(verdict) {
             Scope::Named(key) if has_room => {
                 let until = until.max(now + OTHER_SCOPE_CLOSING);
-                let is_known = !(is_learnt && closes_only) || state.scopes.teach_closed(route, key, until, now);
+                let is_known = !is_learnt || state.scopes.teach(route, key, until, now);
                 if is_known { Part { key, for_all, is_taught: key != own } } else { Part::default() }
             }
             Scope::Call => {
@@ -433,7 +433,7 @@ impl Call {
                 let closes_route = counted == 0 && for_all && is_one_route && has_room;
                 let key = match own {
                     _ if !closes_route => counted,
-                    0 if !state.scopes.teach_closed(route, route, until, now) => 0,
+                    0 if !state.scopes.teach(route, route, until, now) => 0,
                     0 => route,
                     own => own,
                 };
@@ -453,7 +453,7 @@ impl Call {
         let is_closed =
             |it: usize| it == credential || scopes.closed_until(key, it) > now || scopes.is_left_out(key, it, now);
         let has_other = rules.has_room_for_scope(self.lane) && routes.has_other(is_closed, now);
-        if has_other && (!sent.scope.is_none() || scopes.teach_closed(route, route, until, now)) {
+        if has_other && (!sent.scope.is_none() || scopes.teach(route, route, until, now)) {
             scopes.leave_out(key, credential, until, now);
         }
     }

@@ -108,9 +108,14 @@ impl Routes {
             FailingRoutes::One(known) if known == route => FailingRoutes::One(route),
             FailingRoutes::One(_) | FailingRoutes::Several => FailingRoutes::Several,
         };
+        self.is_only_failing(route, now)
+    }
+
+    /// True if nothing but this route has failed since the last good reply, while other routes work.
+    #[cold]
+    pub(super) fn is_only_failing(&self, route: u64, now: Time) -> bool {
         let is_recent = |good: &&GoodReply| good.route != 0 && good.at <= now && now < good.at + MEMORY;
-        matches!(self.failing, FailingRoutes::One(_))
-            && self.good.iter().filter(is_recent).any(|good| good.route != route)
+        self.failing == FailingRoutes::One(route) && self.good.iter().filter(is_recent).any(|good| good.route != route)
     }
 
     /// Records that a credential was rejected, and returns what that says about it. `is_certain` if the reply is about the

@@ -156,39 +156,30 @@ impl Scopes {
 
     /// The last end of the closings of a scope. [`Time::ZERO`] without any.
     fn last_end(&self, key: u64) -> Time {
-        let states = self.states.range((key, 0)..=(key, u16::MAX));
-        states.map(|(_, state)| state.closed_until.max(state.left_out_until)).max().unwrap_or(Time::ZERO)
+        self.states_of(key).map(|state| state.closed_until.max(state.left_out_until)).max().unwrap_or(Time::ZERO)
     }
 
-    /// Learns that the calls of a route belong to a scope, unless there is no room for another route.
-    pub(super) fn teach(&mut self, route: u64, key: u64, now: Time) {
-        if self.has_room_for_route(route, now) {
-            self.routes.insert(route, key);
-        }
+    fn states_of(&self, key: u64) -> impl Iterator<Item = &ScopeState> {
+        self.states.range((key, 0)..=(key, u16::MAX)).map(|(_, state)| state)
     }
 
-    /// Learns that the calls of a route belong to a scope that is closed until a time, and is only closed. A route keeps a
+    /// Learns that the calls of a route belong to a scope, which is closed until a time that may be over. A route keeps a
     /// scope that is closed for longer. Returns false if there is no room for another route.
-    pub(super) fn teach_closed(&mut self, route: u64, key: u64, until: Time, now: Time) -> bool {
+    pub(super) fn teach(&mut self, route: u64, key: u64, until: Time, now: Time) -> bool {
         if self.routes.get(&route).is_some_and(|known| self.last_end(*known) > until) {
             return true;
         }
-        let has_room = self.has_room_for_route(route, now);
-        if has_room {
-            self.routes.insert(route, key);
-        }
-        has_room
-    }
-
-    /// True if there is room for a route, perhaps because others are forgotten.
-    fn has_room_for_route(&mut self, route: u64, now: Time) -> bool {
         if self.routes.len() >= MAX_SCOPES && !self.routes.contains_key(&route) {
             self.forget_open_routes(now);
+            if self.routes.len() >= MAX_SCOPES {
+                return false;
+            }
         }
-        self.routes.len() < MAX_SCOPES || self.routes.contains_key(&route)
+        self.routes.insert(route, key);
+        true
     }
 
-    /// Forgets the routes whose scopes are open: they are learnt again from their next replies.
+    /// Forgets the routes whose scopes are open and idle: they are learnt again from their next replies.
     #[cold]
     fn forget_open_routes(&mut self, now: Time) {
         if self.routes_searched_at <= now && now < self.routes_searched_at + SEARCH_INTERVAL {
@@ -196,7 +187,9 @@ impl Scopes {
         }
         self.routes_searched_at = now;
         let routes = core::mem::take(&mut self.routes);
-        self.routes = routes.into_iter().filter(|(_, key)| self.last_end(*key) + RELEASE_TIME > now).collect();
+        let is_used =
+            |key: u64| self.last_end(key) + RELEASE_TIME > now || self.states_of(key).any(|it| !it.is_idle(now));
+        self.routes = routes.into_iter().filter(|(_, key)| is_used(*key)).collect();
     }
 
     /// The time at which a call of this cost may use the scope with this credential; `now` if it may.
@@ -393,7 +386,7 @@ mod tests {
         let charged = |scopes: &Scopes, call| [scopes.charged_to(call).key(), scopes.charged_to(call).counted()];
         assert_eq!((charged(&scopes, call), call.queue_key()), ([7, 7], 7), "until it is known");
         assert_eq!((charged(&scopes, closed), closed.queue_key()), ([0, 0], 7));
-        scopes.teach(7, 99, at(0));
+        assert!(scopes.teach(7, 99, at(0), at(0)));
         assert_eq!((charged(&scopes, call), call.queue_key()), ([99, 99], 7));
         assert_eq!((charged(&scopes, closed), closed.queue_key()), ([99, 0], 7));
         assert_eq!(charged(&scopes, CallScope { key: 5, ..call }), [5, 5], "the request names it");
@@ -404,7 +397,7 @@ mod tests {
     fn a_closed_route_is_forgotten_once_it_is_open() {
         let mut scopes = Scopes::default();
         assert!(!scopes.is_route_closed(7, at(0)));
-        assert!(scopes.teach_closed(7, 7, at(5), at(0)) && scopes.close(7, ALL_CREDENTIALS, at(5), true, at(0)));
+        assert!(scopes.teach(7, 7, at(5), at(0)) && scopes.close(7, ALL_CREDENTIALS, at(5), true, at(0)));
         assert_eq!([scopes.free_at(7, 0, 1, false, at(1)), scopes.closed_until(7, 3)], [at(5); 2]);
         assert_eq!([scopes.is_route_closed(7, at(14)), scopes.is_route_closed(8, at(4))], [true, false]);
         assert_eq!([scopes.is_route_closed(7, at(15)), scopes.routes.is_empty()], [false, true]);
@@ -414,16 +407,14 @@ mod tests {
     fn a_route_keeps_the_scope_that_is_closed_for_longest_and_at_the_bound_all_that_are_closed() {
         let mut scopes = Scopes::default();
         for (key, until) in [(1, 600), (2, 5), (3, 700)] {
-            assert!(scopes.teach_closed(7, key, at(until), at(0)) && scopes.close(key, 0, at(until), true, at(0)));
+            assert!(scopes.teach(7, key, at(until), at(0)) && scopes.close(key, 0, at(until), true, at(0)));
             assert_eq!(scopes.routes[&7], if key == 3 { 3 } else { 1 });
         }
         for route in 10..10 + MAX_SCOPES as u64 - 1 {
-            assert!(scopes.teach_closed(route, 2, at(5), at(0)));
+            assert!(scopes.teach(route, 2, at(5), at(0)));
         }
-        assert!(!scopes.teach_closed(50_000, 3, at(700), at(0)), "all are closed");
-        scopes.teach(50_000, 4, at(0));
-        assert_eq!((scopes.routes.len(), scopes.routes.get(&50_000)), (MAX_SCOPES, None), "and stay so");
-        assert!(scopes.teach_closed(50_000, 3, at(700), at(20)));
+        assert!(!scopes.teach(50_000, 3, at(700), at(0)), "all are closed");
+        assert!(scopes.teach(50_000, 3, at(700), at(20)));
         assert_eq!((scopes.routes.len(), scopes.routes[&7]), (2, 3));
     }
 

@@ -293,8 +293,8 @@ fn a_clock_step_back_lengthens_no_trial() {
     caller.pool.set_closed_until(0, at(2 * day), at(day));
     caller.pool.set_cut(0);
     assert_eq!((caller.next(day - 600_000), caller.pool.is_on_trial(0)), (Some(0), true));
-    assert!(!caller.pool.record_acceptance(0, at(day - 700_000)), "sent before");
-    assert!(caller.pool.record_acceptance(0, at(day - 600_000)));
+    assert!(!caller.pool.record_trial_end(0, at(day - 700_000), true), "sent before");
+    assert!(caller.pool.record_trial_end(0, at(day - 600_000), true));
 }
 
 #[test]

@@ -164,8 +164,7 @@ impl DocumentReader<'_> {
             true => "a JSON pointer, in which `~0` stands for `~` and `~1` for `/`",
             false => "a JSON pointer such as \"/usage/total_tokens\"",
         };
-        self.error(at, message, expected)
-            .did_you_mean(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty()))
+        self.error(at, message, expected).did_you_mean(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty()))
     }
 
     /// Returns the value that was parsed from a string, or reports the error inside the string.

@@ -23,6 +23,8 @@ pub(crate) struct Document<'b> {
 
 impl<'b> Document<'b> {
     pub(crate) fn new(bytes: &'b [u8]) -> Self {
+        // RFC 8259 §8.1 lets readers ignore a byte order mark.
+        let bytes = bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(bytes);
         Self { bytes, json: OnceCell::new(), text: OnceCell::new() }
     }
 

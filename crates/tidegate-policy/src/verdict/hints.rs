@@ -156,7 +156,7 @@ impl Hints {
             // A part of a call is none.
             let whole = |text: &'_ str| parse_digits(text.split('.').next().unwrap_or(text));
             let left = single_value(headers, &family.remaining).and_then(whole);
-            let wait = single_value(headers, &family.reset).and_then(|text| clock.read(text, TimeUnit::Any));
+            let wait = single_value(headers, &family.reset).and_then(|text| clock.until_reset(text));
             let limit = single_value(headers, &family.limit).and_then(parse_digits);
             self.note_reset(&family.reset, left, wait, &mut latest);
             self.add_allowance(family.measure, left, limit, wait, None, now);
@@ -415,7 +415,7 @@ mod tests {
         let wrong = [("date", "Thu, 01 Jan 1970 00:00:00 GMT"), ("retry-after", ahead)];
         assert_eq!(waits(&wrong), Some(3_620_000), "no clock");
         let spent = read(&[("date", date), ("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1767229220")]);
-        assert_eq!(spent.spent_until, Some(NOW + Span::from_secs(20)));
+        assert_eq!(spent.spent_until, Some(NOW + Span::from_secs(21)));
     }
 
     #[test]
@@ -463,17 +463,17 @@ mod tests {
     fn spent_allowances_last_until_their_reset() {
         let secs = |secs| Some(NOW + Span::from_secs(secs));
         type Row<'a> = (&'static str, &'a str, &'static str, &'a str, Option<Time>);
-        let rows: [Row<'_>; 21] = [
-            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225660", secs(60)),
+        let rows: [Row<'_>; 22] = [
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225660", secs(61)),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225660.5", Some(NOW + Span::from_millis(60_500))),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225660000", secs(60)),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "60", secs(60)),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset-after", "0.5", Some(NOW + Span::from_millis(500))),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "2026-01-01T00:01:00Z", secs(60)),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "Thu, 01 Jan 2026 00:01:00 GMT", secs(60)),
-            ("x-rate-limit-remaining", "0", "x-rate-limit-reset", "1767225660", secs(60)),
+            ("x-rate-limit-remaining", "0", "x-rate-limit-reset", "1767225660", secs(61)),
             ("ratelimit-remaining", "0", "ratelimit-reset", "60", secs(60)),
-            ("ratelimit-remaining", "0", "ratelimit-reset", "1767225660", secs(60)),
+            ("ratelimit-remaining", "0", "ratelimit-reset", "1767225660", secs(61)),
             ("x-ratelimit-remaining-requests", "0", "x-ratelimit-reset-requests", "1s", secs(1)),
             ("x-ratelimit-remaining-requests", "0", "x-ratelimit-reset-requests", "6m0s", secs(360)),
             (
@@ -491,6 +491,7 @@ mod tests {
                 secs(60),
             ),
             ("x-ratelimit-remaining", "1", "x-ratelimit-reset", "1767225660", None),
+            ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225600", secs(1)),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "1767225540", None),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "0", None),
             ("x-ratelimit-remaining", "0", "x-ratelimit-reset", "-60", None),

@@ -1,5 +1,6 @@
 //! The paths of requests: patterns with captures, and the route of a request, which leaves ids out.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::hash::Hasher as _;
 
@@ -7,6 +8,7 @@ use siphasher::sip::SipHasher13;
 use tidegate_core::Key;
 
 use super::RequestFacts;
+use crate::path::{NormalisedPath, PathQuirks};
 
 /// The most segments of a path that a route tells apart.
 const MAX_SEGMENTS: usize = 32;
@@ -14,6 +16,16 @@ const MAX_SEGMENTS: usize = 32;
 const MIN_OPAQUE_ID: usize = 16;
 /// The least length of an id in hexadecimal digits.
 const MIN_HEX_ID: usize = 8;
+
+/// A path in the spelling with which rules and scopes are compared: escapes are decoded, and dot segments resolved. Another
+/// spelling of a closed path would otherwise be open, or close more than its own calls.
+pub fn comparable_path(path: &str) -> Cow<'_, str> {
+    if !path.contains('%') && !path.contains("/.") {
+        return Cow::Borrowed(path);
+    }
+    let normalised = NormalisedPath::new(path, PathQuirks::NONE);
+    Cow::Owned(String::from_utf8_lossy(normalised.as_bytes()).into_owned())
+}
 
 /// A segment of a pattern.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -63,12 +63,16 @@ pub(crate) struct ReplyClock {
 }
 
 impl ReplyClock {
-    /// The time until the moment that a text tells. `None` if it can't be read, is over or is now.
-    pub(crate) fn wait(&self, text: &str, unit: TimeUnit) -> Option<Span> {
-        self.read(text, unit).filter(|wait| !wait.is_zero())
+    /// The time until a reset. One that is told as a whole second of Unix time comes within that second, so the end of it
+    /// counts.
+    pub(crate) fn until_reset(&self, text: &str) -> Option<Span> {
+        match parse_digits(text.trim()) {
+            Some(secs @ EPOCH_SECS..EPOCH_MILLIS) => Some(self.until((secs + 1) * 1_000_000)),
+            _ => self.read(text, TimeUnit::Any),
+        }
     }
 
-    /// As [`wait`](Self::wait), but zero if the moment is over.
+    /// The time until the moment that a text tells; zero if it is over. `None` if it can't be read.
     pub(crate) fn read(&self, text: &str, unit: TimeUnit) -> Option<Span> {
         let text = text.trim().trim_matches('"').trim();
         if text.is_empty() || text.len() > MAX_TIME_TEXT {
@@ -209,7 +213,7 @@ mod tests {
     const CLOCK: ReplyClock = ReplyClock { now: Time::from_secs(1_767_225_600), server: None };
 
     fn millis(text: &str, unit: TimeUnit) -> Option<u64> {
-        CLOCK.wait(text, unit).map(|wait| wait.as_micros() / 1_000)
+        CLOCK.read(text, unit).filter(|wait| !wait.is_zero()).map(|wait| wait.as_micros() / 1_000)
     }
 
     #[test]

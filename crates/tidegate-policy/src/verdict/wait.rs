@@ -96,10 +96,10 @@ impl WaitSource {
                     None => Some(text.as_ref()),
                     Some(pattern) => first_group(pattern, text),
                 });
-                told.filter_map(|text| clock.wait(text, *unit)).max().map(|wait| wait + *extra)
+                told.filter_map(|text| clock.read(text, *unit)).max().and_then(|wait| later(wait, *extra))
             }
             Self::Text { pattern, unit, extra } => {
-                Some(clock.wait(first_group(pattern, body?.text())?, *unit)? + *extra)
+                later(clock.read(first_group(pattern, body?.text())?, *unit)?, *extra)
             }
             Self::Fixed(wait) => Some(*wait),
             Self::Period(end) => Some(end.until(clock.now)),
@@ -112,6 +112,11 @@ impl WaitSource {
             }
         }
     }
+}
+
+/// The sum of a wait and the time to add, which is the wait if the moment is over. `None` if it is zero.
+fn later(wait: Span, extra: Span) -> Option<Span> {
+    Some(wait + extra).filter(|wait| !wait.is_zero())
 }
 
 impl PeriodEnd {

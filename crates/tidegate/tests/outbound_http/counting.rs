@@ -27,7 +27,7 @@ fn seeds() -> impl Iterator<Item = u64> {
 const GITHUB: &str = "[outbound.provider.api]\npreset = \"github\"\ncredentials = \"env:TOKEN\"\n\
     timeout = \"3h\"\n";
 
-/// GitHub's resources, each with a window that ends at a full second, and its secondary limit of points a minute.
+/// GitHub's resources, each with a window that ends within the second that it tells, and its secondary limit of points a minute.
 fn github(seed: u64, limits: &[(&'static str, u64, Secs)], points: usize) -> Provider {
     let mut windows: BTreeMap<&str, FixedWindow> =
         limits.iter().map(|(name, limit, length)| (*name, FixedWindow::new(*limit, *length))).collect();
@@ -38,7 +38,8 @@ fn github(seed: u64, limits: &[(&'static str, u64, Secs)], points: usize) -> Pro
         let is_new = seen.at >= window.ends;
         window.refresh(seen.at);
         if is_new {
-            window.ends = window.ends.floor();
+            // It is told in whole seconds.
+            window.ends = window.ends.floor() + 0.6;
         }
         let is_secondary = window.remaining() > 0 && secondary.take(seen.at).is_err();
         let is_admitted = !is_secondary && window.take(seen.at);
@@ -47,7 +48,7 @@ fn github(seed: u64, limits: &[(&'static str, u64, Secs)], points: usize) -> Pro
             ("x-ratelimit-limit", window.limit.to_string()),
             ("x-ratelimit-remaining", window.remaining().to_string()),
             ("x-ratelimit-used", window.used.to_string()),
-            ("x-ratelimit-reset", format!("{:.0}", seen.epoch() - seen.at + window.ends)),
+            ("x-ratelimit-reset", format!("{:.0}", (seen.epoch() - seen.at + window.ends).floor())),
             ("x-ratelimit-resource", resource.to_owned()),
         ];
         let (status, message) = match (is_admitted, is_secondary) {

@@ -208,7 +208,7 @@ async fn one_bad_path_keeps_no_breaker_open() {
     while breaker(&layer) == BreakerState::Open {
         tokio::time::sleep(secs(1)).await;
     }
-    for (path, expected) in [("/good", 200), ("/bad", 500), ("/bad", 500), ("/good", 200)] {
+    for (path, expected) in [("/good", 200), ("/bad", 500), ("/bad", 503), ("/good", 200), ("/bad", 500)] {
         assert_eq!(status_of(&service, path).await, expected, "{path}");
     }
     assert_eq!(breaker(&layer), BreakerState::Closed);
@@ -616,6 +616,58 @@ async fn a_caller_learns_the_wait_that_a_body_or_a_rule_tells() {
             let response = ask(&service, request).await.unwrap();
             assert_eq!(response.headers().get("retry-after").map(|wait| wait.to_str().unwrap()), Some(wait), "{code}");
             tokio::time::sleep(secs(60)).await;
+        }
+    }
+}
+
+/// A reply that proves nothing makes room for another trial at once.
+#[tokio::test(start_paused = true)]
+async fn a_trial_ends_with_its_reply() {
+    let api = Api::new(|number, arrived| match number {
+        0 => answer(429, &[("retry-after", "99999999")], "no"),
+        _ if arrived.uri.contains("/bad") => status(500),
+        _ => status(200),
+    });
+    let service = layer("max_pause = \"10s\"\nbreaker = \"off\"\nretry = { max_attempts = 1 }").layer(api.clone());
+    assert_eq!(status_of(&service, "/good").await, 429);
+    tokio::time::sleep(secs(10)).await;
+    let began = now();
+    assert_eq!([status_of(&service, "/bad").await, status_of(&service, "/good").await], [500, 200]);
+    assert!(now() - began < secs(1), "{:?}", now() - began);
+}
+
+/// The known scope of a route stays closed, whatever a slower reply says.
+#[tokio::test(start_paused = true)]
+async fn a_slow_success_opens_no_closed_scope() {
+    let api = Api::new(|number, _| match number {
+        0 => answer(200, &[("x-bucket", "b2")], ""),
+        1 => answer(429, &[("x-bucket", "b1"), ("retry-after", "100")], ""),
+        _ => status(200),
+    });
+    let api = api.taking_each(|number| secs(if number == 0 { 2 } else { 0 }));
+    let service = layer("scope = [{ name = [\"header x-bucket\"] }]\nretry = { max_attempts = 1 }").layer(api.clone());
+    let closing = async {
+        tokio::time::sleep(secs(1)).await;
+        status_of(&service, "/a/2").await
+    };
+    let (slow, closed) = tokio::join!(status_of(&service, "/a/1"), closing);
+    assert_eq!([slow, closed, status_of(&service, "/a/3").await], [200, 429, 429]);
+    assert_eq!(api.count(), 2);
+}
+
+/// `%61` is `a`.
+#[tokio::test(start_paused = true)]
+async fn another_spelling_of_a_path_has_the_same_scope() {
+    let rule = "rule = [{ when = { status = 429, request = { path = \"/device/{token}\" } }, is = \"throttled\", scope = [\"path {token}\"] }]";
+    for closed in ["/device/abc", "/devic%65/%61bc", "/./device/abc"] {
+        let api = Api::new(|_, arrived| match arrived.uri.ends_with("bc") {
+            true => answer(429, &[("retry-after", "30")], "no"),
+            false => status(200),
+        });
+        let service = layer(&format!("{rule}\nretry = {{ max_attempts = 1 }}")).layer(api.clone());
+        assert_eq!(status_of(&service, closed).await, 429, "{closed}");
+        for (path, expected, count) in [("/device/abc", 429, 1), ("/device/ab%63", 429, 1), ("/device/zzz", 200, 2)] {
+            assert_eq!((status_of(&service, path).await, api.count()), (expected, count), "{closed} {path}");
         }
     }
 }
