@@ -82,7 +82,7 @@ pub struct Hints {
     /// (`r=0;t=…`, and `remaining=0, reset=…` of earlier drafts), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and
     /// those with which OpenAI and Anthropic count requests and tokens, each with its reset. A reset is a number, a
     /// duration such as `6m0s`, or a date. A number is Unix time in seconds, milliseconds, microseconds or nanoseconds, or
-    /// seconds from now, depending on its size.
+    /// seconds from now, depending on its size. One in whole seconds of Unix time ends with that second.
     pub spent_until: Option<Time>,
     /// The latest reset of allowances without a remaining amount. After a refusal it is the best available guess.
     pub resets_at: Option<Time>,
