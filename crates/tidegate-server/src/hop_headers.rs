@@ -72,11 +72,11 @@ pub(crate) fn strip_request(headers: &mut HeaderMap, counted_headers: &[HeaderNa
 
 /// Removes the hop-by-hop headers of a response and returns its `Upgrade`.
 pub(crate) fn strip_response(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    let found = HopHeaders::find(headers)?;
     // A response with both headers is framed by its chunks (RFC 9112 §6.3), and the length could cut it short.
-    if headers.contains_key(TRANSFER_ENCODING) {
+    if found.other && headers.contains_key(TRANSFER_ENCODING) {
         headers.remove(CONTENT_LENGTH);
     }
-    let found = HopHeaders::find(headers)?;
     let upgrade = if found.upgrade { headers.get(UPGRADE).cloned() } else { None };
     strip(headers, &found, &[]);
     upgrade

@@ -295,11 +295,11 @@ impl ProviderState {
 
     /// Checks if the breaker admits a call of a route. The probes of a half-open one are for other routes than the one that
     /// fails: its calls would take them again and again.
+    #[inline]
     pub(super) fn check_breaker(&self, route: u64, now: Time) -> Result<(), CallFailure> {
         self.breaker.peek(now).map_err(|refusal| self.unavailable(refusal))?;
-        let state = self.breaker.state(now);
-        if state == BreakerState::HalfOpen && self.routes.is_only_failing(route, now) {
-            let failures = self.breaker.failures();
+        if self.routes.is_only_failing(route, now) && self.breaker.state(now) == BreakerState::HalfOpen {
+            let (state, failures) = (BreakerState::HalfOpen, self.breaker.failures());
             return Err(self.unavailable(BreakerRefusal { state, failures, reset_in: Span::MAX }));
         }
         Ok(())

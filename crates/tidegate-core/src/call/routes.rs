@@ -112,10 +112,15 @@ impl Routes {
     }
 
     /// True if nothing but this route has failed since the last good reply, while other routes work.
-    #[cold]
+    #[inline]
     pub(super) fn is_only_failing(&self, route: u64, now: Time) -> bool {
+        self.failing == FailingRoutes::One(route) && self.works_beside(route, now)
+    }
+
+    #[cold]
+    fn works_beside(&self, route: u64, now: Time) -> bool {
         let is_recent = |good: &&GoodReply| good.route != 0 && good.at <= now && now < good.at + MEMORY;
-        self.failing == FailingRoutes::One(route) && self.good.iter().filter(is_recent).any(|good| good.route != route)
+        self.good.iter().filter(is_recent).any(|good| good.route != route)
     }
 
     /// Records that a credential was rejected, and returns what that says about it. `is_certain` if the reply is about the

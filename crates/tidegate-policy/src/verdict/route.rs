@@ -20,7 +20,8 @@ const MIN_HEX_ID: usize = 8;
 /// A path in the spelling with which rules and scopes are compared: escapes are decoded, and dot segments resolved. Another
 /// spelling of a closed path would otherwise be open, or close more than its own calls.
 pub fn comparable_path(path: &str) -> Cow<'_, str> {
-    if !path.contains('%') && !path.contains("/.") {
+    let bytes = path.as_bytes();
+    if !bytes.contains(&b'%') && !bytes.windows(2).any(|pair| pair == b"/.") {
         return Cow::Borrowed(path);
     }
     let normalised = NormalisedPath::new(path, PathQuirks::NONE);
