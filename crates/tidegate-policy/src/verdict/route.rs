@@ -51,7 +51,8 @@ impl PathTemplate {
         if !text.starts_with('/') {
             return Err("a path begins with `/`");
         }
-        let mut parts = split(text).collect::<Vec<_>>();
+        let text = comparable_path(text);
+        let mut parts = split(&text).collect::<Vec<_>>();
         let behind = parts.iter().position(|part| *part == "**").map(|place| parts.split_off(place));
         let segment = |segment: &str| match segment {
             "*" => Ok(Segment::Any(None)),
@@ -191,12 +192,21 @@ mod tests {
             ("/a/**/{last}", "/a/b", Some("last=b")),
             ("/a/**/{last}", "/a", None),
             ("/webhooks/{id}/{token}", "/webhooks/1/x", Some("id=1,token=x")),
+            ("/.well-known/%61%20b/**", "/.well-known/a b/c", Some("")),
         ] {
             assert_eq!(captures(pattern, path).as_deref(), expected, "{pattern} {path}");
         }
         for wrong in ["search", "/a*", "/{", "/{}", "/**/a/**"] {
             assert!(PathTemplate::new(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn paths_are_compared_in_one_spelling() {
+        for path in ["/a b/c", "/%61%20b/c", "/./a%20b//c/", "/x/../a%20b/c"] {
+            assert_eq!(comparable_path(path).trim_end_matches('/').replace("//", "/"), "/a b/c", "{path}");
+        }
+        assert_eq!(comparable_path("/a%2Fb"), "/a%2Fb", "one segment");
     }
 
     #[test]
