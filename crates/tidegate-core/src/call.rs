@@ -32,7 +32,7 @@ pub use scopes::{CallScope, MAX_SCOPES};
 pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
-use crate::breaker::BreakerPermit;
+use crate::breaker::{BreakerPermit, BreakerRefusal, BreakerState};
 use crate::lanes::{Lane, QueueFullError, QueueStep, Refusal, RefusalScope, ScopedLane, Ticket, WaitReason};
 use crate::remaining::EndedTotals;
 use crate::retry::{Delivery, RetryTracker};
@@ -243,7 +243,7 @@ impl Call {
         if state.is_paused {
             return Err(CallFailure::ProviderPaused);
         }
-        state.check_breaker(self.scope.route, now)?;
+        state.breaker.peek(now).map_err(|refusal| state.unavailable(refusal))?;
         if now >= self.deadline {
             return Err(CallFailure::DeadlineExceeded);
         }
@@ -329,8 +329,14 @@ impl Call {
         if state.is_paused {
             return self.fail(CallFailure::ProviderPaused, state);
         }
-        if let Err(failure) = state.check_breaker(self.scope.route, now) {
-            return self.fail(failure, state);
+        if let Err(refusal) = state.breaker.peek(now) {
+            return self.fail(state.unavailable(refusal), state);
+        }
+        // Its calls would take the probes of a half-open breaker again and again, which are for the other routes.
+        if state.routes.is_only_failing(self.scope.route, now) && state.breaker.state(now) == BreakerState::HalfOpen {
+            let failures = state.breaker.failures();
+            let refusal = BreakerRefusal { state: BreakerState::HalfOpen, failures, reset_in: Span::MAX };
+            return self.fail(state.unavailable(refusal), state);
         }
         if self.is_too_late(state, now) {
             return self.fail(CallFailure::DeadlineExceeded, state);

@@ -293,18 +293,6 @@ impl ProviderState {
         if self.pool.next(now, rng).is_some() { None } else { Some(self.pool.next_rejoin_at()) }
     }
 
-    /// Checks if the breaker admits a call of a route. The probes of a half-open one are for other routes than the one that
-    /// fails: its calls would take them again and again.
-    #[inline]
-    pub(super) fn check_breaker(&self, route: u64, now: Time) -> Result<(), CallFailure> {
-        self.breaker.peek(now).map_err(|refusal| self.unavailable(refusal))?;
-        if self.routes.is_only_failing(route, now) && self.breaker.state(now) == BreakerState::HalfOpen {
-            let (state, failures) = (BreakerState::HalfOpen, self.breaker.failures());
-            return Err(self.unavailable(BreakerRefusal { state, failures, reset_in: Span::MAX }));
-        }
-        Ok(())
-    }
-
     /// The failure of a call that the breaker refuses. The end of a probe is unknown, so the wait is at most the usual time of a call.
     pub(super) fn unavailable(&self, mut refusal: BreakerRefusal) -> CallFailure {
         if refusal.state == BreakerState::HalfOpen {
