@@ -601,8 +601,8 @@ impl Classified {
 
 impl AllowanceRule {
     fn needs_body(&self) -> bool {
-        let numbers = [&self.limit, &self.remaining, &self.used].into_iter().flatten();
-        numbers.into_iter().any(NumberSource::needs_body) || self.reset.as_ref().is_some_and(WaitSource::needs_body)
+        let mut numbers = [&self.limit, &self.remaining, &self.used].into_iter().flatten();
+        numbers.any(NumberSource::needs_body) || self.reset.as_ref().is_some_and(WaitSource::needs_body)
     }
 
     fn read(&self, exchange: &Exchange<'_>, clock: ReplyClock, hints: &mut Hints) {

@@ -556,6 +556,9 @@ impl ProviderState {
                 }
                 Closing::Throttled | Closing::Paused => self.pool.set_closed_until(credential, free_at, now),
             }
+            if is_cut {
+                self.pool.set_cut(credential);
+            }
         } else {
             let _ = self.updates().push(own);
         }
@@ -563,13 +566,12 @@ impl ProviderState {
         {
             if key == 0 {
                 self.pool.set_closed_until(other, free_at, now);
+                if is_cut {
+                    self.pool.set_cut(other);
+                }
             }
             // Those that don't fit into the batch are closed in this process alone.
             let _ = self.updates().push(op(other, Verb::Debit));
-        }
-        if is_cut && key == 0 {
-            let closed = (0..rules.credential_keys.len()).filter(|it| for_all || *it == credential);
-            closed.for_each(|it| self.pool.set_cut(it));
         }
     }
 }

@@ -204,7 +204,7 @@ mod tests {
     #[test]
     fn paths_are_compared_in_one_spelling() {
         for path in ["/a b/c", "/%61%20b/c", "/./a%20b//c/", "/x/../a%20b/c"] {
-            assert_eq!(comparable_path(path).trim_end_matches('/').replace("//", "/"), "/a b/c", "{path}");
+            assert_eq!(comparable_path(path), "/a b/c", "{path}");
         }
         assert_eq!(comparable_path("/a%2Fb"), "/a%2Fb", "one segment");
     }

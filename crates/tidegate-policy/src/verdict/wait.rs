@@ -114,7 +114,7 @@ impl WaitSource {
     }
 }
 
-/// The sum of a wait and the time to add, which is the wait if the moment is over. `None` if it is zero.
+/// A wait, zero if its moment is over, with the time to add. `None` if the sum is zero.
 fn later(wait: Span, extra: Span) -> Option<Span> {
     Some(wait + extra).filter(|wait| !wait.is_zero())
 }
