@@ -224,9 +224,11 @@ pub(crate) struct KeyTemplate {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct KeyOptions {
+pub(crate) struct KeyOptions<'p> {
     pub(crate) quirks: PathQuirks,
     pub(crate) ipv6: Ipv6Prefix,
+    /// The path to count by, of several; `None` for the normal form of the query's path.
+    pub(crate) path: Option<&'p [u8]>,
 }
 
 const DOMAIN_KEY: u8 = 0;
@@ -258,7 +260,7 @@ impl KeyTemplate {
     /// The key of a call. Each part follows its tag and its length, so no two lists of parts give the same bytes.
     /// `None` if a part is missing, has several values or is spelt unusually; [`KeyTemplate::keys`] then decides.
     #[inline]
-    pub(crate) fn key(&self, query: &Query<'_>, rules: KeyOptions, seed: &KeySeed) -> Option<Key> {
+    pub(crate) fn key(&self, query: &Query<'_>, rules: KeyOptions<'_>, seed: &KeySeed) -> Option<Key> {
         // Most limits count by address alone, which needs no buffer.
         if let [KeyPart::ClientIp] = &*self.parts
             && let Some(ip) = query.ip
@@ -278,7 +280,7 @@ impl KeyTemplate {
     pub(crate) fn keys(
         &self,
         query: &Query<'_>,
-        rules: KeyOptions,
+        rules: KeyOptions<'_>,
         seed: &KeySeed,
         limit: &str,
     ) -> Result<ArrayVec<Key, MAX_OPS>, KeyError> {
@@ -322,7 +324,7 @@ impl KeyTemplate {
         &self,
         share: ShareLevel,
         ip: Option<IpAddr>,
-        rules: KeyOptions,
+        rules: KeyOptions<'_>,
         seed: &KeySeed,
     ) -> (ShareLevel, Key) {
         let mut encoder = KeyEncoder::new(seed, DOMAIN_PARENT);
@@ -413,7 +415,7 @@ mod tests {
         let hash = seed.0.hash(&whole);
         let recipe = KeyTemplate::new(vec![KeyPart::Key], OnMissing::default());
         let query = Query { key: Some(&text), ..Query::default() };
-        let rules = KeyOptions { quirks: PathQuirks::default(), ipv6: Ipv6Prefix::DEFAULT };
+        let rules = KeyOptions { quirks: PathQuirks::default(), ipv6: Ipv6Prefix::DEFAULT, path: None };
         let key = recipe.key(&query, rules, &seed).unwrap_or_default();
         assert_eq!(key, Key::new(hash.h1, hash.h2));
     }

@@ -2,22 +2,27 @@
 
 use std::fmt;
 
+use http::header::{COOKIE, HeaderName, HeaderValue};
 use tidegate_core::batch::BatchContext;
 use tidegate_core::{Batch, MAX_OPS, Op, Time, Verb};
 
-use crate::key::{KeyError, KeyPart, KeySeed};
+use crate::key::{KeyError, KeyOptions, KeyPart, KeySeed};
 use crate::path::NormalisedPath;
 use crate::plan::{ActionId, Plan};
 use crate::query::Query;
-use crate::readings;
+use crate::readings::{self, WorkBudget};
 
 /// The most actions that apply to one call.
 pub const MAX_ACTIONS: usize = MAX_OPS;
 
 const NO_ACTION: u16 = u16::MAX;
+/// In the second place, with no action in the first: the path can't be decided about.
+const AMBIGUOUS_PATH: u16 = u16::MAX - 1;
+const TOO_MANY_READINGS: u16 = u16::MAX - 2;
 
 /// The actions that apply to a call: none, one, or several if its path has several readings. All of them are
-/// charged, or none. An [`ActionId`] and an `Option` of one convert into it.
+/// charged, or none. An [`ActionId`] and an `Option` of one convert into it, and so does the error of a path that can't be
+/// decided about: such a call has no action, and no batch of operations.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MatchedActions([u16; MAX_ACTIONS]);
 
@@ -46,7 +51,17 @@ impl MatchedActions {
 
     /// All of them, beginning with [`first`](Self::first).
     pub fn iter(self) -> impl Iterator<Item = ActionId> {
-        self.0.into_iter().filter(|action| *action != NO_ACTION).map(ActionId)
+        self.0.into_iter().filter(|action| *action < TOO_MANY_READINGS).map(ActionId)
+    }
+
+    /// The error of a path that can't be decided about.
+    #[inline]
+    pub fn path_error(self) -> Option<PathError> {
+        match self.0[1] {
+            AMBIGUOUS_PATH => Some(PathError::Ambiguous),
+            TOO_MANY_READINGS => Some(PathError::TooMany),
+            _ => None,
+        }
     }
 
     /// True if there is more than one.
@@ -88,6 +103,17 @@ impl From<Option<ActionId>> for MatchedActions {
     }
 }
 
+impl From<PathError> for MatchedActions {
+    fn from(error: PathError) -> Self {
+        let mut places = [NO_ACTION; MAX_ACTIONS];
+        places[1] = match error {
+            PathError::Ambiguous => AMBIGUOUS_PATH,
+            PathError::TooMany => TOO_MANY_READINGS,
+        };
+        Self(places)
+    }
+}
+
 impl fmt::Debug for MatchedActions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.iter()).finish()
@@ -104,7 +130,22 @@ impl Plan {
     /// True if a limit counts by path, and this path isn't in its plain form.
     #[inline]
     pub(crate) fn needs_path_readings(&self, query: &Query<'_>) -> bool {
-        self.counts_by_path && query.path.is_some_and(|path| !NormalisedPath::new(path, self.path_quirks).is_borrowed())
+        self.counts_by_path && query.path.is_some_and(|path| !NormalisedPath::is_plain(path, self.path_quirks))
+    }
+
+    /// The operations that look, without changing anything, at those limits of a call that count by its address alone.
+    #[cold]
+    pub fn address_ops(&self, action: Option<ActionId>, query: &Query<'_>, seed: &KeySeed) -> Batch {
+        let mut batch = Batch::new(0);
+        for step in &self.op_template(action).steps {
+            if let [KeyPart::ClientIp | KeyPart::Ipv6Network(_)] = self.key_parts(step.limit)
+                && let Some(key) = self.key_template(step.limit).key(query, self.key_options(None), seed)
+            {
+                // There are no more steps than places.
+                let _ = batch.push(Op::new(step.limit, Verb::Peek, key, 1));
+            }
+        }
+        batch
     }
 
     /// Adds the operations of several actions, or under several paths: each once, and the global ones at the largest
@@ -118,20 +159,46 @@ impl Plan {
         seed: &KeySeed,
         verb: Verb,
     ) -> Result<(), KeyError> {
-        let spelled = if self.needs_path_readings(query) { query.path } else { None };
+        if let Some(error) = actions.path_error() {
+            return Err(error.into());
+        }
+        let path = query.path.filter(|_| self.needs_path_readings(query));
+        let mut path_keys = None;
+        let mut budget = WorkBudget::KEYS;
         let unnamed = actions.first().is_none().then_some(None);
         for action in unnamed.into_iter().chain(actions.iter().map(Some)) {
             let mut steps = self.op_template(action).steps.iter();
-            match spelled.filter(|_| steps.any(|step| self.key_parts(step.limit).contains(&KeyPart::Path))) {
-                Some(path) => {
-                    for path in readings::path_keys(path, self.path_quirks)? {
-                        self.add_action_ops(batch, action, &Query { path: Some(&path), ..*query }, seed, verb)?;
-                    }
-                }
-                None => self.add_action_ops(batch, action, query, seed, verb)?,
-            }
+            let path = path.filter(|_| steps.any(|step| self.key_parts(step.limit).contains(&KeyPart::Path)));
+            let mut add = |path: Option<&[u8]>| {
+                budget.spend(self.key_bytes(action, query))?;
+                self.add_action_ops(batch, action, query, self.key_options(path), seed, verb)
+            };
+            let Some(path) = path else {
+                add(None)?;
+                continue;
+            };
+            let keys = match &path_keys {
+                Some(keys) => keys,
+                None => path_keys.insert(readings::path_keys(path, self.path_quirks)?),
+            };
+            keys.iter().try_for_each(|key| add(Some(key)))?;
         }
         Ok(())
+    }
+
+    /// The bytes of a call that clients choose, and from which the keys of this action are made.
+    fn key_bytes(&self, action: Option<ActionId>, query: &Query<'_>) -> usize {
+        let path = query.path.map_or(0, str::len);
+        let header = |name: &HeaderName| -> usize {
+            query.headers.map_or(0, |headers| headers.get_all(name).iter().map(HeaderValue::len).sum())
+        };
+        let part = |part: &KeyPart| match part {
+            KeyPart::Header(name) => header(name),
+            KeyPart::Cookie(_) => header(&COOKIE),
+            KeyPart::QueryParameter(_) | KeyPart::Path => path,
+            _ => 0,
+        };
+        self.op_template(action).steps.iter().flat_map(|step| self.key_parts(step.limit)).map(part).sum()
     }
 
     /// Adds the operations of one action that aren't there yet.
@@ -140,11 +207,12 @@ impl Plan {
         batch: &mut Batch,
         action: Option<ActionId>,
         query: &Query<'_>,
+        rules: KeyOptions<'_>,
         seed: &KeySeed,
         verb: Verb,
     ) -> Result<(), KeyError> {
         let mut own = Batch::new(batch.holder());
-        self.fill_action(&mut own, action, query, seed, verb)?;
+        self.fill_action(&mut own, action, query, rules, seed, verb)?;
         let BatchContext { affinity, caller, .. } = own.context();
         if batch.context().caller == 0 {
             batch.set_caller(caller, Time::ZERO);

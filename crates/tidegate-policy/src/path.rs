@@ -64,6 +64,18 @@ pub(crate) enum NormalisedPath<'a> {
 impl<'a> NormalisedPath<'a> {
     #[inline]
     pub(crate) fn new(path: &'a str, quirks: PathQuirks) -> Self {
+        let (bytes, is_plain) = Self::scan(path, quirks);
+        if is_plain { Self::Borrowed(bytes) } else { Self::rewrite_path(bytes, quirks) }
+    }
+
+    /// True if a path is plain already, so that every reading is the same.
+    pub(crate) fn is_plain(path: &'a str, quirks: PathQuirks) -> bool {
+        Self::scan(path, quirks).1
+    }
+
+    /// Returns the path without its query string or fragment, and true if it is plain.
+    #[inline]
+    fn scan(path: &'a str, quirks: PathQuirks) -> (&'a [u8], bool) {
         let bytes = path.as_bytes();
         let (mut seen, mut before) = (0, 0);
         let mut end = bytes.len();
@@ -86,10 +98,7 @@ impl<'a> NormalisedPath<'a> {
             rewrites |= MAY_TRIM_AT_END;
         }
         let plain = seen & rewrites == 0 && bytes.first() == Some(&b'/');
-        if plain && (end == 1 || before & SLASH == 0) || bytes == b"*" {
-            return Self::Borrowed(bytes);
-        }
-        Self::rewrite_path(bytes, quirks)
+        (bytes, plain && (end == 1 || before & SLASH == 0) || bytes == b"*")
     }
 
     /// True if the path is plain already, so that every reading is the same.
@@ -413,7 +422,11 @@ pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
                 // Some servers treat these as the ASCII letter, in one direction or the other.
                 'İ' | 'ı' => folded.push(b'i'),
                 'ſ' => folded.push(b's'),
-                _ => folded.extend(letter.to_lowercase().collect::<String>().bytes()),
+                _ => folded.extend(letter.to_lowercase().flat_map(|lower| {
+                    let mut bytes = [0; 4];
+                    let length = lower.encode_utf8(&mut bytes).len();
+                    bytes.into_iter().take(length)
+                })),
             }
         }
         folded.extend_from_slice(chunk.invalid());

@@ -11,32 +11,41 @@ pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
     if !path.starts_with('/') {
         return None;
     }
-    let mut segments: Vec<String> = Vec::new();
+    let unreserved = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+    let mut form = String::with_capacity(path_and_query.len());
+    let (mut starts, mut tokens) = (Vec::new(), Vec::new());
     let mut is_open = false;
     for segment in path[1..].split('/') {
-        let unreserved = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
-        let segment = percent_encode(&decode_layer(raw_bytes(segment.as_bytes()), unreserved).collect::<Vec<_>>());
+        tokens.clear();
+        tokens.extend(decode_layer(raw_bytes(segment.as_bytes()), unreserved));
+        let start = form.len();
+        form.push('/');
+        push_encoded(&mut form, &tokens);
         is_open = true;
-        match segment.as_str() {
-            "" | "." => {}
-            ".." => {
-                segments.pop();
-            }
+        match &form[start..] {
+            "/" | "/." => form.truncate(start),
+            "/.." => form.truncate(starts.pop().unwrap_or(0)),
             _ => {
-                segments.push(segment);
+                starts.push(start);
                 is_open = false;
             }
         }
     }
-    let slash = if is_open && !segments.is_empty() { "/" } else { "" };
-    let query = rest.split('#').next().unwrap_or_default();
-    let form = format!("/{}{slash}{query}", segments.join("/"));
+    if is_open {
+        form.push('/');
+    }
+    form.push_str(rest.split('#').next().unwrap_or_default());
     (form != path_and_query).then_some(form)
 }
 
 /// Writes tokens as in a URL: escapes in capitals, and bytes that aren't allowed escaped.
 pub(crate) fn percent_encode(tokens: &[PathByte]) -> String {
-    let mut text = String::new();
+    let mut text = String::with_capacity(tokens.len());
+    push_encoded(&mut text, tokens);
+    text
+}
+
+fn push_encoded(text: &mut String, tokens: &[PathByte]) {
     let mut at = 0;
     while let Some((byte, _)) = tokens.get(at) {
         let is_escape = |(byte, layers): &PathByte| *layers == 0 && byte.is_ascii_hexdigit();
@@ -48,8 +57,10 @@ pub(crate) fn percent_encode(tokens: &[PathByte]) -> String {
                 at += 2;
             }
             _ if byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/".contains(byte) => text.push(char::from(*byte)),
-            _ => text.push_str(&format!("%{byte:02X}")),
+            _ => {
+                text.push('%');
+                text.extend([byte >> 4, byte & 15].map(|digit| char::from(b"0123456789ABCDEF"[usize::from(digit)])));
+            }
         }
     }
-    text
 }

@@ -202,6 +202,25 @@ impl Plan {
         self.router.find(query)
     }
 
+    /// The action of the path's normal form, and true if no server reads the path in another way. It is the first step of
+    /// [`Plan::matching_actions`], and takes less time; [`Plan::actions_of_all_readings`] is the second.
+    #[inline]
+    pub fn action_of_normal_path(&self, query: &Query<'_>) -> (Option<ActionId>, bool) {
+        self.router.find_normal(query)
+    }
+
+    /// The actions of all readings of a path, after that of its normal form.
+    ///
+    /// # Errors
+    /// As [`Plan::matching_actions`].
+    pub fn actions_of_all_readings(
+        &self,
+        query: &Query<'_>,
+        normal: Option<ActionId>,
+    ) -> Result<MatchedActions, PathError> {
+        self.router.find_all_readings(query, normal)
+    }
+
     /// The path and query with which a request is forwarded; `None` if they stay as they came. If `ambiguous_paths` is
     /// `normalise`, dot segments are resolved, empty segments dropped, unnecessary escapes decoded and all others
     /// written in capitals. `%2F` and the text after `;` or `?` stay.
@@ -280,7 +299,7 @@ impl Plan {
         if actions.has_multiple() || self.needs_path_readings(query) {
             return self.fill_actions(batch, actions, query, seed, verb);
         }
-        self.fill_action(batch, actions.first(), query, seed, verb)
+        self.fill_action(batch, actions.first(), query, self.key_options(None), seed, verb)
     }
 
     #[inline]
@@ -289,19 +308,19 @@ impl Plan {
         batch: &mut Batch,
         action: Option<ActionId>,
         query: &Query<'_>,
+        rules: KeyOptions<'_>,
         seed: &KeySeed,
         verb: Verb,
     ) -> Result<(), KeyError> {
         let op_template = self.op_template(action);
         let cost = self.cost(action, query);
-        let rules = self.key_options();
         if let Some(key_template_index) = op_template.affinity
             && let Some(step) = op_template.steps.first()
         {
             let key_template = &self.key_templates[usize::from(key_template_index)];
             let common = match key_template.key(query, rules, seed) {
                 Some(key) => key,
-                None => self.affinity_key(key_template, step.limit, query, seed)?,
+                None => self.affinity_key(key_template, step.limit, query, rules, seed)?,
             };
             batch.set_affinity(common.lo().max(1));
         }
@@ -335,7 +354,7 @@ impl Plan {
                 let key_template = &self.key_templates[usize::from(op_template.key_templates[slot])];
                 let Some(key) = key_template.key(query, rules, seed) else {
                     let op = Op::new(step.limit, verb, Key::default(), cost);
-                    self.fill_each_key(batch, key_template, query, seed, op)?;
+                    self.fill_each_key(batch, key_template, query, rules, seed, op)?;
                     continue;
                 };
                 keys[slot] = key;
@@ -357,7 +376,7 @@ impl Plan {
         ip: Option<IpAddr>,
         seed: &KeySeed,
     ) -> (ShareLevel, Key) {
-        self.key_template(limit).shared_key(share, ip, self.key_options(), seed)
+        self.key_template(limit).shared_key(share, ip, self.key_options(None), seed)
     }
 
     /// The first part of the keys of the action (or `inbound.global`) that no plain HTTP request carries, with its
@@ -375,12 +394,13 @@ impl Plan {
         action.map_or(&self.unmatched, |id| &self.action(id).op_template)
     }
 
-    fn key_template(&self, limit: LimitId) -> &KeyTemplate {
+    pub(crate) fn key_template(&self, limit: LimitId) -> &KeyTemplate {
         &self.key_templates[usize::from(self.limit_info(limit).key_template_index)]
     }
 
-    fn key_options(&self) -> KeyOptions {
-        KeyOptions { quirks: self.path_quirks, ipv6: self.ipv6_prefix }
+    /// The rules of keys, with the path to count by if it is one of several.
+    pub(crate) fn key_options<'p>(&self, path: Option<&'p [u8]>) -> KeyOptions<'p> {
+        KeyOptions { quirks: self.path_quirks, ipv6: self.ipv6_prefix, path }
     }
 
     /// Adds an operation like `op` for each key that the call has under its limit. A shadow limit only observes: it
@@ -391,10 +411,11 @@ impl Plan {
         batch: &mut Batch,
         key_template: &KeyTemplate,
         query: &Query<'_>,
+        rules: KeyOptions<'_>,
         seed: &KeySeed,
         op: Op,
     ) -> Result<(), KeyError> {
-        let keys = match key_template.keys(query, self.key_options(), seed, self.limit_info(op.limit).name()) {
+        let keys = match key_template.keys(query, rules, seed, self.limit_info(op.limit).name()) {
             Err(KeyError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
             keys => keys,
         };
@@ -416,9 +437,10 @@ impl Plan {
         key_template: &KeyTemplate,
         limit: LimitId,
         query: &Query<'_>,
+        rules: KeyOptions<'_>,
         seed: &KeySeed,
     ) -> Result<Key, KeyError> {
-        let keys = key_template.keys(query, self.key_options(), seed, self.limit_info(limit).name())?;
+        let keys = key_template.keys(query, rules, seed, self.limit_info(limit).name())?;
         match keys.as_slice() {
             [key] => Ok(*key),
             _ => Err(UncountableError::TooManyOperations.into()),

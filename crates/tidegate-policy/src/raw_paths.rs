@@ -1,12 +1,21 @@
 //! The texts that servers read as the path of a request target, before they decode its escapes.
 
+use crate::matched_actions::PathError;
 use crate::path::{PathByte, PathQuirks};
+use crate::readings::WorkBudget;
 
 /// Returns the texts that servers read as the path of a request target, as tokens. Each ends at the target's `?`. With
 /// a `#` before that, one text ends at the `#` and another includes it. Text after two leading slashes would be a host
 /// in a URL, so the text after that host is included, too. Each text also comes with `%2f` for `%u002f`, with its plain
 /// slashes merged before escaped ones are decoded, and without the parameters that are cut before that.
-pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>> {
+///
+/// # Errors
+/// [`PathError::TooMany`] if they exceed the budget of work.
+pub(crate) fn raw_paths(
+    target: &[u8],
+    quirks: PathQuirks,
+    budget: &mut WorkBudget,
+) -> Result<Vec<Vec<PathByte>>, PathError> {
     let until = |end: u8, text: &[u8]| text.iter().position(|byte| *byte == end).unwrap_or(text.len());
     let whole = &target[..until(b'?', target)];
     let mut texts = vec![whole.to_vec()];
@@ -22,14 +31,17 @@ pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>>
             texts.push(rest[rest.iter().position(is_slash).unwrap_or(rest.len())..].to_vec());
         }
     }
-    let shorter: Vec<_> = texts.iter().filter_map(|text| rewrite_percent_u(text)).collect();
-    texts.extend(shorter);
-    let merged: Vec<_> = texts.iter().filter_map(|text| merge_plain_slashes(text)).collect();
-    texts.extend(merged);
-    let mut texts: Vec<Vec<PathByte>> =
-        texts.into_iter().map(|text| text.into_iter().map(|byte| (byte, 0)).collect()).collect();
+    for rewrite in [rewrite_percent_u, merge_plain_slashes] {
+        for at in 0..texts.len() {
+            budget.spend(texts[at].len())?;
+            texts.extend(rewrite(&texts[at]));
+        }
+    }
+    let as_tokens = |text: Vec<u8>| text.into_iter().map(|byte| (byte, 0)).collect();
+    let mut texts: Vec<Vec<PathByte>> = texts.into_iter().map(as_tokens).collect();
     for at in 0..texts.len() {
         let Some(parameters) = texts[at].iter().position(|(byte, _)| *byte == b';') else { continue };
+        budget.spend(texts[at].len())?;
         // Without an escape or a backslash in the parameters, they can be cut after decoding with the same result.
         if texts[at][parameters..].iter().any(|(byte, _)| matches!(byte, b'%' | b'\\')) {
             texts.push(without_parameters(&texts[at], quirks));
@@ -41,7 +53,7 @@ pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>>
             texts.push(texts[at][..last + cut].to_vec());
         }
     }
-    texts
+    Ok(texts)
 }
 
 /// Returns the text without parameters: each goes from a `;` to the next slash.

@@ -11,15 +11,26 @@ use arrayvec::ArrayVec;
 
 use crate::matched_actions::PathError;
 use crate::path::{
-    ParameterMode, PathByte, PathQuirks, Reading, SlashMode, decode_layer, fold_case, raw_bytes, separators,
-    write_reading,
+    NormalisedPath, ParameterMode, PathByte, PathQuirks, Reading, SlashMode, decode_escape, decode_layer, fold_case,
+    raw_bytes, separators, write_reading,
 };
 use crate::path_encoding::percent_encode;
 use crate::raw_paths::{raw_paths, without_parameters};
 
-/// The most bytes that are rewritten for one path, which bounds its time to a few milliseconds. It is enough for a path
-/// of 2 KiB in which clients repeat any one feature.
-const MAX_REWRITTEN: usize = 1 << 20;
+/// The work that the readings of one path may take, before it is refused: about 40 µs. One unit is one byte that is
+/// read and written once. It is enough for a path of 500 bytes in which clients repeat any one feature. Paths whose
+/// escapes stand for plain text have two readings, whose work is in proportion to their length.
+const MAX_WORK: usize = 16 << 10;
+/// The work that keys may take if a call has several actions or paths, each of which reads the request again.
+const MAX_KEY_WORK: usize = 32 << 10;
+/// The work of a reading besides that on its bytes.
+const READING_WORK: usize = 8;
+/// The work of folding a byte of letters beyond ASCII.
+const FOLDING_WORK: usize = 4;
+/// The work on each byte of a reading that is made a key.
+const KEY_WORK: usize = 4;
+/// The budget of readings that are matched, and the work on each byte of one.
+pub(crate) const MATCHING: (WorkBudget, usize) = (WorkBudget(MAX_WORK), 1);
 
 /// The most keys that one path has as a key part.
 pub(crate) const MAX_KEYS: usize = 4;
@@ -81,42 +92,121 @@ impl PathFeatures {
 
 type ReadingCallback<'c> = &'c mut dyn FnMut(&[u8]) -> Result<(), PathError>;
 
-/// Passes each reading of a path to `visit`, some of them more than once.
+/// The work that may still be done for one call.
+pub(crate) struct WorkBudget(usize);
+
+impl WorkBudget {
+    pub(crate) const KEYS: Self = Self(MAX_KEY_WORK);
+
+    /// Takes the work on so many bytes out of the budget.
+    pub(crate) fn spend(&mut self, bytes: usize) -> Result<(), PathError> {
+        self.0 = self.0.checked_sub(bytes + READING_WORK).ok_or(PathError::TooMany)?;
+        Ok(())
+    }
+}
+
+/// Passes each reading of a path to `visit`, which does about `visit_work` units of work for each byte, and never one
+/// reading twice.
 ///
 /// # Errors
-/// The error of `visit`, or [`PathError::TooMany`] if the readings exceed the budget of rewritten bytes.
-pub(crate) fn each_reading(path: &str, quirks: PathQuirks, visit: ReadingCallback<'_>) -> Result<(), PathError> {
-    let mut visitor = ReadingVisitor { quirks, bytes_left: MAX_REWRITTEN, expanded: HashSet::new(), visit };
-    for text in raw_paths(path.as_bytes(), quirks) {
-        let once = visitor.decode_one_layer(&text, |_| true)?;
-        visitor.visit_readings(&once)?;
-        if once.len() < text.len() {
-            let plain = visitor.decode_one_layer(&text, |byte| byte == b'.')?;
-            visitor.visit_readings(&plain)?;
-        }
-        let twice = visitor.decode_one_layer(&once, |_| true)?;
-        if twice.len() < once.len() {
-            visitor.visit_readings(&twice)?;
-            if once.iter().any(|(byte, _)| *byte == b';') {
-                let twice = visitor.decode_one_layer(&without_parameters(&once, quirks), |_| true)?;
-                visitor.visit_readings(&twice)?;
+/// The error of `visit`, or [`PathError::TooMany`] if the readings exceed the budget of work.
+pub(crate) fn each_reading(
+    path: &str,
+    quirks: PathQuirks,
+    (mut budget, visit_work): (WorkBudget, usize),
+    visit: ReadingCallback<'_>,
+) -> Result<(), PathError> {
+    if let Some([decoded, text]) = readings_of_plain_escapes(path.as_bytes(), quirks, &mut budget)? {
+        visit(&decoded)?;
+        return visit(&text);
+    }
+    let mut visitor = ReadingVisitor { quirks, budget, visit_work, seen: HashSet::new(), visit };
+    for text in raw_paths(path.as_bytes(), quirks, &mut visitor.budget)? {
+        visitor.visit_text(&text)?;
+    }
+    Ok(())
+}
+
+/// The readings of a path in which nothing but escapes differs from the plain form, and these stand for bytes that no
+/// server treats in a special way: with the escapes decoded, and with them as they are. `None` for all other paths.
+/// Their work is in proportion to their length, so only that of folding their case needs the budget.
+fn readings_of_plain_escapes(
+    target: &[u8],
+    quirks: PathQuirks,
+    budget: &mut WorkBudget,
+) -> Result<Option<[Vec<u8>; 2]>, PathError> {
+    let text = &target[..target.iter().position(|byte| *byte == b'?').unwrap_or(target.len())];
+    let Some(decoded) = decode_plain_escapes(text, quirks) else { return Ok(None) };
+    let mut readings = [decoded, text.to_vec()];
+    if quirks.case {
+        for path in &mut readings {
+            path.make_ascii_lowercase();
+            if let Some(folded) = fold_case(path, quirks) {
+                budget.spend(FOLDING_WORK * path.len())?;
+                *path = folded;
             }
         }
     }
-    Ok(())
+    Ok(Some(readings))
+}
+
+fn decode_plain_escapes(text: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
+    let trims = quirks.caddy || quirks.windows;
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut at = 0;
+    while let Some(byte) = text.get(at) {
+        let is_escape = *byte == b'%';
+        let byte = if is_escape { decode_escape(text, at)? } else { *byte };
+        let begins_segment = decoded.last().is_none_or(|before| matches!(before, b'/' | b' '));
+        let has_one_meaning = match byte {
+            ..b' ' | b'\\' | b';' | b'%' | b'?' | b'#' => false,
+            b'/' => !is_escape && (at == 0 || !begins_segment),
+            b'.' => !is_escape && !begins_segment && !trims,
+            b' ' => is_escape && !begins_segment && !trims,
+            _ => true,
+        };
+        if !has_one_meaning {
+            return None;
+        }
+        decoded.push(byte);
+        at += if is_escape { 3 } else { 1 };
+    }
+    let is_whole = decoded.first() == Some(&b'/')
+        && !matches!(decoded.last(), Some(b'/' | b' '))
+        && without_line_end(&decoded).len() == decoded.len();
+    is_whole.then_some(decoded)
 }
 
 /// Visits a path in every reading, and each reading as the next server may read it again.
 struct ReadingVisitor<'s> {
     quirks: PathQuirks,
-    /// The number of bytes that may still be rewritten.
-    bytes_left: usize,
-    /// The readings that were already read again.
-    expanded: HashSet<Vec<u8>>,
+    budget: WorkBudget,
+    visit_work: usize,
+    /// The readings that were visited.
+    seen: HashSet<Vec<u8>>,
     visit: ReadingCallback<'s>,
 }
 
 impl ReadingVisitor<'_> {
+    /// Visits each reading of a text, whose escapes are decoded never, once or twice.
+    fn visit_text(&mut self, text: &[PathByte]) -> Result<(), PathError> {
+        let once = self.decode_one_layer(text, |_| true)?;
+        self.visit_readings(&once)?;
+        if once.len() < text.len() {
+            let plain = self.decode_one_layer(text, |byte| byte == b'.')?;
+            self.visit_readings(&plain)?;
+        }
+        let twice = self.decode_one_layer(&once, |_| true)?;
+        if twice.len() < once.len() {
+            self.visit_readings(&twice)?;
+            if once.iter().any(|(byte, _)| *byte == b';') {
+                let twice = self.decode_one_layer(&without_parameters(&once, self.quirks), |_| true)?;
+                self.visit_readings(&twice)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Visits each reading of a path whose escapes are decoded.
     fn visit_readings(&mut self, tokens: &[PathByte]) -> Result<(), PathError> {
         PathFeatures::from_bytes(tokens, self.quirks).readings(self.quirks, &mut |reading| {
@@ -127,17 +217,12 @@ impl ReadingVisitor<'_> {
 
     /// Returns the path with one more layer of escapes decoded, for the bytes that `which` accepts.
     fn decode_one_layer(&mut self, tokens: &[PathByte], which: fn(u8) -> bool) -> Result<Vec<PathByte>, PathError> {
-        self.use_budget(tokens.len())?;
+        self.budget.spend(tokens.len())?;
         Ok(decode_layer(|at| tokens.get(at).copied(), which).collect())
     }
 
-    fn use_budget(&mut self, bytes: usize) -> Result<(), PathError> {
-        self.bytes_left = self.bytes_left.checked_sub(bytes).ok_or(PathError::TooMany)?;
-        Ok(())
-    }
-
     fn rewrite_path(&mut self, tokens: &[PathByte], reading: &Reading) -> Result<Vec<u8>, PathError> {
-        self.use_budget(tokens.len())?;
+        self.budget.spend(tokens.len())?;
         let mut out = Vec::with_capacity(tokens.len() + 1);
         write_reading(tokens.iter().copied(), reading, &mut out);
         if reading.slashes == SlashMode::MergedLast {
@@ -146,7 +231,13 @@ impl ReadingVisitor<'_> {
                 out.pop_if(|last| *last == b'/');
             }
         }
-        Ok(fold_case(&out, self.quirks).unwrap_or(out))
+        match fold_case(&out, self.quirks) {
+            None => Ok(out),
+            Some(folded) => {
+                self.budget.spend(FOLDING_WORK * out.len())?;
+                Ok(folded)
+            }
+        }
     }
 
     /// Visits one reading, then the reading without the line ends at its end, which regular expressions may ignore.
@@ -155,6 +246,11 @@ impl ReadingVisitor<'_> {
         let quirks = self.quirks;
         let mut pending = vec![path];
         while let Some(path) = pending.pop() {
+            self.budget.spend(path.len())?;
+            if self.seen.contains(&path) {
+                continue;
+            }
+            self.budget.spend(self.visit_work * path.len())?;
             (self.visit)(&path)?;
             let line = without_line_end(&path);
             if line.len() < path.len() {
@@ -164,7 +260,8 @@ impl ReadingVisitor<'_> {
             let goes_on = has_parameters
                 || path.windows(2).any(|pair| matches!(pair, b"//" | b"/."))
                 || quirks.encoded_slash && path.iter().any(|byte| matches!(byte, b'%' | b'\\'));
-            if !goes_on || !self.expanded.insert(path.clone()) {
+            if !goes_on {
+                self.seen.insert(path);
                 continue;
             }
             let tokens: Vec<PathByte> =
@@ -176,6 +273,7 @@ impl ReadingVisitor<'_> {
                     pending.push(next);
                 }
             }
+            self.seen.insert(path);
         }
         Ok(())
     }
@@ -248,19 +346,22 @@ impl PathFeatures {
     }
 }
 
-/// Returns the paths under which a limit by path counts a call. All spellings that any server reads alike have one
-/// path; a path that can be read as several has several. Each is followed by the query string.
+/// Returns the paths under which a limit by path counts a call, in the form of keys. All spellings that any server
+/// reads alike have one path; a path that can be read as several has several.
 ///
 /// Two spellings with a reading in common have a key in common. Each reading is reduced to the coarsest form, and all
 /// further readings of it have the same form.
 ///
 /// # Errors
 /// There are more than [`MAX_KEYS`], or the readings exceed the budget.
-pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<String, MAX_KEYS>, PathError> {
+pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Vec<u8>, MAX_KEYS>, PathError> {
+    let mut budget = WorkBudget(MAX_WORK);
+    if let Some([decoded, _]) = readings_of_plain_escapes(target.as_bytes(), quirks, &mut budget)? {
+        return Ok(ArrayVec::from_iter([decoded]));
+    }
     let coarsest = Reading::coarsest(quirks);
-    let query = target.find('?').map_or("", |at| &target[at..]);
     let mut forms: ArrayVec<Vec<u8>, MAX_KEYS> = ArrayVec::new();
-    each_reading(target, quirks, &mut |path| {
+    each_reading(target, quirks, (budget, KEY_WORK), &mut |path| {
         let end = path.iter().position(|byte| matches!(byte, b'?' | b'#')).unwrap_or(path.len());
         let once: Vec<PathByte> = decode_layer(raw_bytes(&path[..end]), |_| true).collect();
         let mut form = Vec::with_capacity(end);
@@ -271,12 +372,13 @@ pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Str
         }
         Ok(())
     })?;
-    let spelled = |form: Vec<u8>| {
+    let as_plain_path = |form: Vec<u8>| {
         let tokens: Vec<PathByte> = form.into_iter().map(|byte| (byte, 0)).collect();
         // The remaining `;` are data.
-        format!("{}{query}", percent_encode(&tokens).replace(';', "%3B"))
+        let spelled = percent_encode(&tokens).replace(';', "%3B");
+        NormalisedPath::new(&spelled, quirks).as_bytes().to_vec()
     };
-    Ok(forms.into_iter().map(spelled).collect())
+    Ok(forms.into_iter().map(as_plain_path).collect())
 }
 
 #[cfg(test)]
@@ -286,7 +388,7 @@ mod tests {
 
     fn readings(path: &str, quirks: PathQuirks) -> Vec<String> {
         let mut found = Vec::new();
-        let seen = each_reading(path, quirks, &mut |path| {
+        let seen = each_reading(path, quirks, (WorkBudget(usize::MAX), 0), &mut |path| {
             let path = String::from_utf8_lossy(path).into_owned();
             if !found.contains(&path) {
                 found.push(path);
@@ -386,9 +488,9 @@ mod tests {
             "/a%2fb/../api/x",
         ] {
             let found = path_keys(spelling, quirks).unwrap();
-            assert!(found.iter().any(|key| key == "/api/x"), "{spelling}: {found:?}");
+            assert!(found.iter().any(|key| key == b"/api/x"), "{spelling}: {found:?}");
         }
-        assert_eq!(path_keys("/api/a%20b?q=1", quirks).unwrap().as_slice(), ["/api/a%20b?q=1"]);
+        assert_eq!(path_keys("/api/a%20b?q=1", quirks).unwrap().as_slice(), [b"/api/a b"]);
         let many = "/a%2fb/../c\\d/../e%5cf/../h";
         assert_eq!(path_keys(many, quirks), Err(PathError::TooMany));
     }
@@ -396,24 +498,84 @@ mod tests {
     #[test]
     fn the_readings_of_a_path_are_bounded() {
         let path = "/a%2f..;x//%252e%5c\\".repeat(3000);
-        assert_eq!(each_reading(&path, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
-        assert_eq!(each_reading(&"/a%20b".repeat(5000), PathQuirks::default(), &mut |_| Ok(())), Ok(()));
+        assert_eq!(each_reading(&path, PathQuirks::default(), MATCHING, &mut |_| Ok(())), Err(PathError::TooMany));
+        assert_eq!(each_reading(&"/a%20b".repeat(5000), PathQuirks::default(), MATCHING, &mut |_| Ok(())), Ok(()));
         let lines = format!("/b{}", "%0a/c/..".repeat(4000));
-        assert_eq!(each_reading(&lines, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
+        assert_eq!(each_reading(&lines, PathQuirks::default(), MATCHING, &mut |_| Ok(())), Err(PathError::TooMany));
         let mut seen = 0;
         let count = &mut |_: &[u8]| {
             seen += 1;
             Ok(())
         };
-        assert_eq!(each_reading(&"/%0a%2f".repeat(4000), PathQuirks::default(), count), Ok(()));
+        assert_eq!(each_reading(&"/%0a%2f".repeat(80), PathQuirks::default(), MATCHING, count), Ok(()));
         assert!(seen < 100, "{seen}: the ends of lines are cut together");
-        // Each piece that clients may send is accepted at the length of a long URL.
+        // Each piece that clients may send is accepted at the length of a long path.
         for piece in
             ["/a%2fb", "/a%252fb", "/a;v=1", "/a//b", "/a/../b", "/a%3bb", "/a%20;b", "/%u00e9", "/a\\b", "/a%0a"]
         {
-            let path = piece.repeat(2000 / piece.len());
-            assert_eq!(each_reading(&path, PathQuirks::default(), &mut |_| Ok(())), Ok(()), "{piece}");
+            let length = if piece.contains("0;b") { 100 } else { 500 };
+            let path = piece.repeat(length / piece.len());
+            assert_eq!(each_reading(&path, PathQuirks::default(), MATCHING, &mut |_| Ok(())), Ok(()), "{piece}");
         }
+    }
+
+    #[test]
+    fn plain_escapes_have_two_readings_at_any_length() {
+        let path = format!("/wiki/{}.html", "%D0%9C%20x".repeat(800));
+        assert_eq!(readings(&path, PathQuirks::default()).len(), 2);
+        assert_eq!(path_keys(&path, PathQuirks::default()).unwrap().len(), 1);
+        let case = PathQuirks { case: true, ..PathQuirks::default() };
+        assert_eq!(path_keys(&path[..9 * 200 + 6], case).unwrap()[0][..8], *"/wiki/м".as_bytes());
+        assert_eq!(path_keys(&format!("/{}", "%C3%89".repeat(4000)), case), Err(PathError::TooMany));
+    }
+
+    /// The fast way for plain escapes finds what the full search finds.
+    #[test]
+    fn plain_escapes_are_read_as_by_the_full_search() {
+        const PIECES: [&str; 16] = [
+            "/",
+            "a",
+            "%61",
+            "%20",
+            "%41",
+            "%D0%B0",
+            "%2e",
+            ".",
+            "%0a",
+            "%e2%80%a8",
+            "%25",
+            "-",
+            "%2d",
+            "B",
+            " ",
+            "%C4%B0",
+        ];
+        let mut found = 0;
+        for number in 0..PIECES.len().pow(4) {
+            let piece = |place: u32| PIECES[number / PIECES.len().pow(place) % PIECES.len()];
+            let path = format!("/{}{}{}{}", piece(3), piece(2), piece(1), piece(0));
+            let case = PathQuirks { case: true, ..PathQuirks::default() };
+            for quirks in [PathQuirks::default(), case, PathQuirks { windows: true, ..case }, PathQuirks::NONE] {
+                let budget = &mut WorkBudget(usize::MAX);
+                let Ok(Some(fast)) = readings_of_plain_escapes(path.as_bytes(), quirks, budget) else { continue };
+                found += 1;
+                let mut slow = HashSet::new();
+                let visit: ReadingCallback<'_> = &mut |path| {
+                    slow.insert(path.to_vec());
+                    Ok(())
+                };
+                let mut visitor = ReadingVisitor {
+                    quirks,
+                    budget: WorkBudget(usize::MAX),
+                    visit_work: 0,
+                    seen: HashSet::new(),
+                    visit,
+                };
+                assert_eq!(visitor.visit_text(&path.bytes().map(|byte| (byte, 0)).collect::<Vec<_>>()), Ok(()));
+                assert_eq!(HashSet::from(fast), slow, "{path} {quirks:?}");
+            }
+        }
+        assert!(found > 1000, "{found}");
     }
 
     /// The pieces of the generated spellings.

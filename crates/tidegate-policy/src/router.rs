@@ -166,30 +166,38 @@ impl Router {
     /// Returns the first matching action of each reading of the path.
     #[inline]
     pub(crate) fn find(&self, query: &Query<'_>) -> Result<MatchedActions, PathError> {
+        match self.find_normal(query) {
+            (found, true) => Ok(found.into()),
+            (found, false) => self.find_all_readings(query, found),
+        }
+    }
+
+    /// Returns the first matching action of the path's normal form, and true if that is its only reading.
+    #[inline]
+    pub(crate) fn find_normal(&self, query: &Query<'_>) -> (Option<ActionId>, bool) {
         if self.rules.is_empty() {
-            return Ok(MatchedActions::NONE);
+            return (None, true);
         }
         let asked = MatchInput { method: MethodSet::from_method(query.method), query };
-        let Some(text) = query.path else { return Ok(self.find_best(&asked, None).into()) };
+        let Some(text) = query.path else { return (self.find_best(&asked, None), true) };
         let path = NormalisedPath::new(text, self.quirks);
-        let found = self.find_best(&asked, Some(path.as_bytes()));
-        if path.is_borrowed() { Ok(found.into()) } else { self.find_all_readings(text, &asked, found) }
+        (self.find_best(&asked, Some(path.as_bytes())), path.is_borrowed())
     }
 
     /// Matches every reading of a path. `found` is the action of its normal form.
     #[cold]
-    fn find_all_readings(
+    pub(crate) fn find_all_readings(
         &self,
-        text: &str,
-        asked: &MatchInput<'_>,
+        query: &Query<'_>,
         found: Option<ActionId>,
     ) -> Result<MatchedActions, PathError> {
         let mut actions = MatchedActions::from(found);
         if self.exact.is_empty() && self.nodes[0].lowest_rule == u16::MAX {
             return Ok(actions);
         }
-        readings::each_reading(text, self.quirks, &mut |path| {
-            let other = self.find_best(asked, Some(path));
+        let asked = MatchInput { method: MethodSet::from_method(query.method), query };
+        readings::each_reading(query.path.unwrap_or_default(), self.quirks, readings::MATCHING, &mut |path| {
+            let other = self.find_best(&asked, Some(path));
             if other != found && self.ambiguous == AmbiguousPaths::Refuse {
                 return Err(PathError::Ambiguous);
             }
@@ -270,7 +278,7 @@ mod tests {
             |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.insert(action));
         visit(normal.as_bytes())?;
         if normal.as_bytes() != b"*" {
-            readings::each_reading(text, router.quirks, &mut visit)?;
+            readings::each_reading(text, router.quirks, readings::MATCHING, &mut visit)?;
         }
         Ok(actions)
     }

@@ -204,14 +204,20 @@ impl PolicyEvaluator {
         now: Time,
     ) -> Option<RequestDecision> {
         let prepared = &mut self.requests[index];
-        let (actions, client) = (prepared.actions, prepared.client);
+        let (mut actions, client) = (prepared.actions, prepared.client);
         let decision = match std::mem::replace(&mut prepared.list_decision, Ok(None)) {
             Ok(Some(decision)) => decision,
             Ok(None) => self.decide(index, &request_query(request, client, headers), now),
             Err(error) => {
-                self.undecided += 1;
-                self.first_undecided.get_or_insert(error);
-                return None;
+                actions = MatchedActions::NONE;
+                match self.decide_uncountable(index, &request_query(request, client, headers), &error, now) {
+                    Some(refusal) => refusal,
+                    None => {
+                        self.undecided += 1;
+                        self.first_undecided.get_or_insert(error);
+                        return None;
+                    }
+                }
             }
         };
         let decided = RequestDecision { actions, client: client.map(ClientNetwork::from), decision };
@@ -244,6 +250,24 @@ impl PolicyEvaluator {
             }
         }
         decision
+    }
+
+    /// Counts a request under `inbound.global` alone, because its other limits can't count it. `None` unless it is
+    /// refused.
+    #[cold]
+    fn decide_uncountable(
+        &mut self,
+        index: usize,
+        query: &Query<'_>,
+        error: &QueryError,
+        now: Time,
+    ) -> Option<Decision> {
+        let QueryError::Key(KeyError::Uncountable(_)) = error else { return None };
+        let (plan, batch) = (&self.gate.plan, &mut self.requests[index].batch);
+        *batch = Batch::new(batch.holder());
+        plan.fill(batch, MatchedActions::NONE, query, &self.gate.seed, Verb::Take).ok()?;
+        let decision = self.decide(index, query, now);
+        (!decision.allowed).then_some(decision)
     }
 
     #[inline]
@@ -306,7 +330,7 @@ impl PreparedRequest {
     ) -> Result<Option<Decision>, QueryError> {
         self.actions = match query.action {
             Some(name) => plan.find_action(name)?.into(),
-            None => plan.matching_actions(query).map_err(KeyError::from)?,
+            None => plan.matching_actions(query).unwrap_or_else(MatchedActions::from),
         };
         let decision = plan.decide_by_list(query.ip, || now);
         if decision.is_none() {

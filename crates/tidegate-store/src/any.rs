@@ -65,6 +65,16 @@ impl Store for AnyStore {
         }
     }
 
+    fn known_block(&self, batch: &Batch, now: Time) -> Option<Time> {
+        match self {
+            Self::Memory(memory) => memory.known_block(batch, now),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.known_block(batch, now),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.known_block(batch, now),
+        }
+    }
+
     #[cfg_attr(not(feature = "remote"), expect(unused_variables, reason = "there is nobody else"))]
     fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
         match self {

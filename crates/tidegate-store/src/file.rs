@@ -31,7 +31,7 @@ pub use journal::{FileHealth, FlushMode, Journal, OnWriteFailure};
 use persisted_plan::PersistedPlan;
 
 use crate::memory::ChangeFlags;
-use crate::{Losses, MemoryStats, Store, StoreError, StoreResponse};
+use crate::{Losses, MemoryStats, Store, StoreError, StoreResponse, latest_block};
 
 /// An answer that waits for the disk.
 type FileStoreFuture = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
@@ -131,6 +131,12 @@ impl Store for FileStore {
             }
             (_, response) => response,
         }
+    }
+
+    fn known_block(&self, batch: &Batch, now: Time) -> Option<Time> {
+        let mut outcomes = Outcomes::new(now, []);
+        self.plan.shards.apply(batch, now, &mut ChangeFlags::default(), &mut outcomes);
+        latest_block(batch, self.limits(), &outcomes)
     }
 
     fn submit(&self, batch: &Batch, now: Time) {

@@ -27,7 +27,10 @@ use tidegate_core::{
 };
 use tokio::sync::mpsc;
 
-use crate::{AnnouncedNode, Announcement, Losses, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, Votes};
+use crate::{
+    AnnouncedNode, Announcement, Losses, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, Votes,
+    latest_block,
+};
 use block_cache::BlockCache;
 use health::{PartitionHealth, RoutingKey};
 use leases::{LeaseSweeper, Leases, SpendResult};
@@ -214,6 +217,13 @@ impl Store for Fleet {
                 spent => leases::decide_with_slice(&node, &batch, spent).await,
             }
         }))
+    }
+
+    fn known_block(&self, batch: &Batch, now: Time) -> Option<Time> {
+        let is_up = self.node.batch_partition(batch).is_up();
+        let outcomes = self.node.state.blocks.refusal_from_cache(self.limits(), batch, is_up, now)?;
+        let until = latest_block(batch, self.limits(), &outcomes)?;
+        Some(now + until.since(outcomes.now()))
     }
 
     fn submit(&self, batch: &Batch, now: Time) {

@@ -55,12 +55,13 @@ pub use redis::{Redis, RedisOptions, RedisUrlError};
 pub use remote::{DirectStore, KeyReset, RemoteFuture, RemoteStore, TimeSource};
 #[cfg(feature = "rows")]
 pub use rows::DatabaseOptions;
-use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
+use tidegate_core::{Admission, Batch, Key, Limits, Op, Outcomes, Time};
 
 /// A store of state.
 ///
 /// A store that wraps another one passes every method on, also those with a default: without [`Store::maintain`], idle
-/// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone; without [`Store::announce`], other
+/// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone; without [`Store::known_block`], calls of blocked
+/// clients may cost more; without [`Store::announce`], other
 /// nodes don't see it; without [`Store::inspect`] and [`Store::fallback_count`], outages aren't seen.
 pub trait Store: Send + Sync + 'static {
     /// The future of an answer that isn't immediate.
@@ -74,6 +75,13 @@ pub trait Store: Send + Sync + 'static {
 
     /// Applies a batch without an answer, such as the release of a permit when a caller is cancelled.
     fn submit(&self, batch: &Batch, now: Time);
+
+    /// The latest end of the blocks that refuse a batch of peeks, as far as this process knows them without asking anyone.
+    /// `None` if none is known, which is the default: every block is then found when a batch is applied.
+    fn known_block(&self, batch: &Batch, now: Time) -> Option<Time> {
+        let _ = (batch, now);
+        None
+    }
 
     /// Asks the store itself for the outcomes of a batch of peeks: no answer is one that this node remembers or makes
     /// without the store. For people who look at the state. Has no influence on decisions.
@@ -216,6 +224,14 @@ impl Losses {
             forced_shares: count(self.forced_shares, other.forced_shares),
         }
     }
+}
+
+/// The latest end of the blocks that refuse a batch with these outcomes.
+fn latest_block(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Option<Time> {
+    let is_enforced = |op: &Op| limits.get(op.limit).is_some_and(|limit| !limit.is_shadow());
+    let blocked = batch.ops().iter().zip(outcomes.list());
+    let blocked = blocked.filter(|(op, outcome)| is_enforced(op) && outcome.admission == Admission::Blocked);
+    blocked.map(|(_, outcome)| outcome.block_until).max()
 }
 
 /// A store that always answers immediately.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use tidegate_core::{Batch, Limits, Time};
 
-use crate::{ImmediateStore as _, Losses, Never, Store, StoreError, StoreResponse};
+use crate::{ImmediateStore as _, Losses, Never, Store, StoreError, StoreResponse, latest_block};
 #[cfg(feature = "file")]
 pub(crate) use dirty_set::{DirtyCursor, DirtySet};
 use shards::NoTracker;
@@ -101,6 +101,10 @@ impl Store for Memory {
 
     fn submit(&self, batch: &Batch, now: Time) {
         self.apply_now(batch, now);
+    }
+
+    fn known_block(&self, batch: &Batch, now: Time) -> Option<Time> {
+        latest_block(batch, self.limits(), &self.apply_now(batch, now))
     }
 
     fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {

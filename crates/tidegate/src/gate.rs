@@ -11,8 +11,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use tidegate_core::decision::move_to_shared_keys;
-use tidegate_core::{Admission, Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb};
-use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
+use tidegate_core::{Admission, Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Span, Time, Verb};
+use tidegate_policy::{
+    ActionId, KeyError, KeySeed, ListStatus, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError,
+};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
@@ -165,23 +167,45 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// The actions of a query: the one it names, else the first that matches its method, host and path. The path is
-    /// tried in each way in which it can be read. A call without an action meets only `inbound.global`. A client that
-    /// is on a list and has a path that can't be decided about has no action: the list decides.
+    /// tried in each way in which it can be read. A call without an action meets only `inbound.global`, and so does one
+    /// whose path can't be decided about; [`check`](Self::check) then fails.
+    ///
+    /// For an address that is on the deny list, or under a block that is known to this process, the path is tried in its
+    /// normal form only, because that suffices to refuse the call.
     ///
     /// # Errors
-    /// The query names an action that the plan doesn't have, or its path can't be decided about.
+    /// The query names an action that the plan doesn't have.
+    #[inline]
     pub fn actions(&self, query: &Query<'_>) -> Result<MatchedActions, CheckError> {
         match (query.actions, query.action) {
             (Some(actions), _) => Ok(actions),
             (None, Some(name)) => Ok(self.0.plan.find_action(name)?.into()),
-            (None, None) => match self.0.plan.matching_actions(query) {
-                Err(_) if self.decide_by_list(query).is_some() => Ok(MatchedActions::NONE),
-                found => Ok(found.map_err(KeyError::from)?),
+            (None, None) => match self.0.plan.action_of_normal_path(query) {
+                (action, true) => Ok(action.into()),
+                (action, false) => Ok(self.actions_of_all_readings(action, query)),
             },
         }
     }
 
-    /// Decides about a call by lists, then penalties and limits. Counts it in all its limits or in none.
+    /// `normal` is the action of the path's normal form.
+    #[cold]
+    fn actions_of_all_readings(&self, normal: Option<ActionId>, query: &Query<'_>) -> MatchedActions {
+        /// A block that ends sooner may have ended when the call is decided.
+        const MIN_BLOCK_LEFT: Span = Span::from_secs(1);
+        let GateInner { plan, store, clock, seed, .. } = &*self.0;
+        let is_refused = || {
+            let (ops, now) = (plan.address_ops(normal, query, seed), clock.now());
+            store.known_block(&ops, now).is_some_and(|until| until > now + MIN_BLOCK_LEFT)
+        };
+        if query.ip.is_some_and(|ip| plan.list_status(ip) == ListStatus::Deny) || is_refused() {
+            return normal.into();
+        }
+        plan.actions_of_all_readings(query, normal).unwrap_or_else(MatchedActions::from)
+    }
+
+    /// Decides about a call by lists, then penalties and limits. Counts it in all its limits or in none. A call that can't
+    /// be counted by its limits, because of its path or a part of a key, is counted by `inbound.global` alone: it is
+    /// refused if that is full, and otherwise an error.
     ///
     /// # Errors
     /// The plan can't decide about the query, or the store failed.
@@ -317,7 +341,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
             return Ok(Check::Decided(decision));
         }
         let mut batch = Batch::new(self.0.holder_ids.next());
-        self.fill(&mut batch, actions, query, verb)?;
+        if let Err(error) = self.fill(&mut batch, actions, query, verb) {
+            return self.begin_uncountable(error, query, verb);
+        }
         let mut answer = self.0.store.apply(&batch, self.0.clock.now());
         self.ask_again(&mut batch, query.ip, &mut answer);
         Ok(match answer {
@@ -331,6 +357,48 @@ impl<S: Store, C: Clock> Gate<S, C> {
                 Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, counted, answer))
             }
         })
+    }
+
+    /// Counts a call under `inbound.global` alone, because its other limits can't count it.
+    ///
+    /// # Errors
+    /// The given one, unless the call is refused.
+    #[cold]
+    fn begin_uncountable(&self, error: CheckError, query: &Query<'_>, verb: Verb) -> Result<Check<S, C>, CheckError> {
+        let mut batch = Batch::new(self.0.holder_ids.next());
+        let is_counted = verb == Verb::Take
+            && error.uncountable().is_some()
+            && self.fill(&mut batch, MatchedActions::NONE, query, verb).is_ok()
+            && !batch.ops().is_empty();
+        if !is_counted {
+            return Err(error);
+        }
+        let counted = Some(MatchedActions::NONE);
+        let mut answer = self.0.store.apply(&batch, self.0.clock.now());
+        self.ask_again(&mut batch, query.ip, &mut answer);
+        match answer {
+            StoreResponse::Ready(mut outcomes) => {
+                let decision = self.decide_outcomes(&batch, &mut outcomes);
+                if decision.allowed {
+                    self.release_batch(&batch);
+                    return Err(error);
+                }
+                self.count(counted, query.ip, batch.ops(), &decision);
+                Ok(Check::Decided(decision))
+            }
+            StoreResponse::Pending(answer) => {
+                let pending = PendingCheck::new(self.clone(), batch, query.ip, counted, answer);
+                Ok(Check::Pending(pending.failing_if_allowed(error)))
+            }
+        }
+    }
+
+    /// Gives back the permits of a batch.
+    pub(crate) fn release_batch(&self, batch: &Batch) {
+        if let Some(release) = batch.to_release(self.0.plan.limits()) {
+            self.submit(&release);
+            self.end_hold(batch);
+        }
     }
 
     /// The decision of these outcomes. Waits for calls in flight are estimated.

@@ -30,6 +30,8 @@ pub struct PendingCheck<S: Store, C: Clock> {
     ip: Option<IpAddr>,
     /// The actions under which the decision is counted; `None` if it is only looked up.
     counted: Option<MatchedActions>,
+    /// The error instead of an admission, for a call that is counted by `inbound.global` alone.
+    uncountable: Option<CheckError>,
     pub(crate) answer: S::Future,
 }
 
@@ -41,19 +43,28 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
         counted: Option<MatchedActions>,
         answer: S::Future,
     ) -> Self {
-        Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, counted, answer }
+        Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, counted, uncountable: None, answer }
+    }
+
+    /// Lets the check fail with this error if the call isn't refused.
+    pub(crate) fn failing_if_allowed(self, error: CheckError) -> Self {
+        Self { uncountable: Some(error), ..self }
     }
 
     /// Waits for the decision.
     ///
     /// # Errors
-    /// The store failed.
+    /// The store failed, or the call can't be counted.
     pub async fn decision(self) -> Result<Decision, CheckError> {
-        let Self { mut request, ip, counted, answer } = self;
+        let Self { mut request, ip, counted, uncountable, answer } = self;
         let ReleaseGuard { gate, batch, is_answered } = &mut request;
         let mut outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
         *is_answered = true;
         let decision = gate.decide_outcomes(batch, &mut outcomes);
+        if let Some(error) = uncountable.filter(|_| decision.allowed) {
+            gate.release_batch(batch);
+            return Err(error);
+        }
         gate.count(counted, ip, batch.ops(), &decision);
         Ok(decision)
     }

@@ -3,7 +3,7 @@
 
 use std::future::{Ready, ready};
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use tidegate::clock::ManualClock;
 use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
@@ -409,6 +409,91 @@ fn undecidable_queries_are_errors() {
     let refused = gate.check_now(&above).unwrap();
     assert_eq!((refused.allowed, refused.retry_after, refused.blocked), (false, None, false));
     assert_eq!(gate.check_now(&call("login", "203.0.113.7")).unwrap().remaining, Some(4), "nothing was charged");
+}
+
+/// A path that servers may read in more ways than one decision covers.
+static UNREADABLE: LazyLock<String> = LazyLock::new(|| "/%253b/a;v/..;/%e2%80%a8%252e".repeat(136));
+
+#[test]
+fn calls_that_cant_be_counted_count_globally() {
+    const POLICY: &str = r#"
+        [inbound.global]
+        limit = ["1 in flight", "4 per 60s"]
+        [inbound.action.all]
+        match = { path = "/*" }
+        limit = "100 per 60s"
+        key = "cookie:sid"
+        "#;
+    let mut headers = http::HeaderMap::new();
+    headers.insert("cookie", "sid=1; sid=2; sid=3; sid=4; sid=5".parse().unwrap());
+    let ip = Some("203.0.113.7".parse().unwrap());
+    let unreadable = Query { ip, path: Some(&UNREADABLE), ..Query::default() };
+    let many_values = Query { path: Some("/login"), headers: Some(&headers), ..unreadable };
+    let plan = Arc::clone(policy(POLICY).plan());
+    let memory = || Memory::new(Arc::clone(plan.limits()), 1 << 20);
+    let now = Gate::from_parts(Arc::clone(&plan), memory(), ManualClock::default(), KeySeed::new([7; 16]));
+    let later = Gate::from_parts(Arc::clone(&plan), Later(memory()), ManualClock::default(), KeySeed::new([7; 16]));
+    for is_immediate in [true, false] {
+        let check = |query: &Query<'_>| if is_immediate { now.check_now(query) } else { block_on(later.check(query)) };
+        for query in [&unreadable, &many_values, &unreadable, &many_values] {
+            assert!(check(query).unwrap_err().uncountable().is_some(), "the permit of the call before was given back");
+        }
+        for query in [&unreadable, &many_values] {
+            let refused = check(query).unwrap();
+            assert_eq!((refused.allowed, refused.retry_after), (false, Some(Span::from_secs(60))));
+        }
+    }
+    assert!(block_on(now.status(&unreadable)).unwrap_err().uncountable().is_some());
+}
+
+/// Answers later, from a memory.
+struct Later(Memory);
+
+impl Store for Later {
+    type Future = Ready<Result<Outcomes, StoreError>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.0.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
+        let StoreResponse::Ready(outcomes) = self.0.apply(batch, now);
+        StoreResponse::Pending(ready(Ok(outcomes)))
+    }
+
+    fn submit(&self, batch: &Batch, now: Time) {
+        self.0.submit(batch, now);
+    }
+}
+
+#[test]
+fn refused_clients_cost_no_readings_of_their_paths() {
+    let (gate, clock) = gate(
+        r#"
+        [inbound]
+        deny = ["192.0.2.0/24"]
+        [inbound.action.rest]
+        match = { path = "/*" }
+        limit = "1 per 60s"
+        penalty = { base = "10s", cap = "1h" }
+        "#,
+    );
+    let unreadable = |ip: &str| Query { path: Some(&UNREADABLE), ip: Some(ip.parse().unwrap()), ..Query::default() };
+    let denied = unreadable("192.0.2.9");
+    assert_eq!(gate.actions(&denied).unwrap().path_error(), None);
+    assert_eq!(gate.check_now(&denied).unwrap().reason, Reason::DenyList);
+    let client = unreadable("203.0.113.7");
+    assert!(gate.actions(&client).unwrap().path_error().is_some());
+    assert!(gate.check_now(&client).unwrap_err().uncountable().is_some());
+    let plain = Query { path: Some("/x"), ..client };
+    assert!(gate.check_now(&plain).unwrap().allowed);
+    assert!(gate.check_now(&plain).unwrap().blocked);
+    clock.advance(Span::from_millis(8_900));
+    let refused = gate.check_now(&client).unwrap();
+    assert_eq!((refused.blocked, refused.retry_after), (true, Some(Span::from_millis(1_100))));
+    assert!(gate.actions(&unreadable("203.0.113.8")).unwrap().path_error().is_some(), "another client");
+    clock.advance(Span::from_millis(200));
+    assert!(gate.actions(&client).unwrap().path_error().is_some(), "the block may end before the decision");
 }
 
 #[test]

@@ -200,38 +200,48 @@ fn trimmed(text: &[u8]) -> &[u8] {
 }
 
 fn trimmed_start(mut text: &[u8]) -> &[u8] {
-    while let Some(rest) = strip_space(text, text.first(), |text, space| text.strip_prefix(space)) {
+    while let Some(b' ' | b'\t' | 0x80..) = text.first()
+        && let Some((_, rest)) = SPACE_LENGTHS
+            .into_iter()
+            .filter_map(|length| text.split_at_checked(length))
+            .find(|(space, _)| is_space(space))
+    {
         text = rest;
     }
     text
 }
 
 fn trimmed_end(mut text: &[u8]) -> &[u8] {
-    let shorter = |text| strip_space(text, text.last(), |text, space| text.strip_suffix(space));
-    while let Some(rest) = text.strip_suffix(b",").or_else(|| shorter(text)) {
-        text = rest;
+    loop {
+        text = match text {
+            [rest @ .., b','] => rest,
+            [.., b' ' | b'\t' | 0x80..] => {
+                let ends = SPACE_LENGTHS.into_iter().filter_map(|length| text.len().checked_sub(length));
+                match ends.map(|end| text.split_at(end)).find(|(_, space)| is_space(space)) {
+                    Some((rest, _)) => rest,
+                    None => return text,
+                }
+            }
+            _ => return text,
+        };
     }
-    text
 }
 
-/// Strips one space from the start or the end of a text, where this byte is. The spaces of Python's `strip` and
-/// JavaScript's `trim` are included.
-fn strip_space<'t>(
-    text: &'t [u8],
-    byte: Option<&u8>,
-    strip: fn(&'t [u8], &[u8]) -> Option<&'t [u8]>,
-) -> Option<&'t [u8]> {
-    const BEYOND_ASCII: &str = "\u{85}\u{a0}\u{1680}\u{2000}\u{2001}\u{2002}\u{2003}\u{2004}\u{2005}\u{2006}\u{2007}\
-                                \u{2008}\u{2009}\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}";
-    match byte? {
-        b' ' | b'\t' => strip(text, &[*byte?]),
-        byte @ 0x80.. => {
-            let in_utf8 = |space: char| strip(text, space.encode_utf8(&mut [0; 4]).as_bytes());
-            let in_latin1 = || strip(text, &[*byte]).filter(|_| matches!(byte, 0x85 | 0xa0));
-            BEYOND_ASCII.chars().find_map(in_utf8).or_else(in_latin1)
-        }
-        _ => None,
-    }
+/// The lengths of spaces. The longest is tried first: a part of a letter of UTF-8 may be a space of Latin-1.
+const SPACE_LENGTHS: [usize; 3] = [3, 2, 1];
+
+/// True for one space. Those of Python's `strip` and JavaScript's `trim` are included, in UTF-8 and in Latin-1.
+fn is_space(text: &[u8]) -> bool {
+    matches!(
+        text,
+        [b' ' | b'\t' | 0x85 | 0xa0]
+            | [0xc2, 0x85 | 0xa0]
+            | [0xe1, 0x9a, 0x80]
+            | [0xe2, 0x80, 0x80..=0x8a | 0xa8 | 0xa9 | 0xaf]
+            | [0xe2, 0x81, 0x9f]
+            | [0xe3, 0x80, 0x80]
+            | [0xef, 0xbb, 0xbf]
+    )
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ pub(super) const KEY_PART: u8 = 16;
 pub(super) fn encode_part(
     part: &KeyPart,
     query: &Query<'_>,
-    rules: KeyOptions,
+    rules: KeyOptions<'_>,
     encoder: &mut KeyEncoder,
 ) -> Option<()> {
     match part {
@@ -41,7 +41,10 @@ pub(super) fn encode_part(
         KeyPart::Host => encoder.lowercase_part(22, bare_host(query.host?).as_bytes()),
         KeyPart::Action => encoder.part(26, &[]),
         KeyPart::ClientCertificate => encoder.part(25, query.client_certificate?.as_bytes()),
-        KeyPart::Path => encoder.part(23, NormalisedPath::new(query.path?, rules.quirks).as_bytes()),
+        KeyPart::Path => match rules.path {
+            Some(path) => encoder.part(23, path),
+            None => encoder.part(23, NormalisedPath::new(query.path?, rules.quirks).as_bytes()),
+        },
     }
     Some(())
 }

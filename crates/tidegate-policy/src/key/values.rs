@@ -24,6 +24,8 @@ use crate::path::decode_escape;
 
 /// The most distinct values that one part of a key may have in one call.
 pub(crate) const MAX_VALUES: usize = 4;
+/// The most times that a request may have one part, all of them with few distinct values. It bounds the work for one part.
+const MAX_OCCURRENCES: usize = 64;
 /// The separators with which servers join the lines of a header.
 const LINE_JOINERS: [&[u8]; 2] = [b", ", b","];
 
@@ -60,9 +62,10 @@ pub(crate) fn single_parameter_value<'q>(path: &'q str, name: &str) -> Option<&'
 
 /// The values that servers may read for a header.
 pub(crate) fn header_values<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<PartValues<'q>, TooManyValues> {
-    let mut values = PartValues::new();
     let lines = || headers.get_all(name).iter().map(|line| line.as_bytes());
-    lines().try_for_each(|line| add(&mut values, Cow::Borrowed(line)))?;
+    let mut found = FoundValues::default();
+    lines().try_for_each(|line| found.add(Cow::Borrowed(line)))?;
+    let mut values = found.values;
     if lines().nth(1).is_some() {
         for joint in LINE_JOINERS {
             let joined: Vec<&[u8]> = lines().collect();
@@ -77,34 +80,46 @@ pub(crate) fn header_values<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Re
 
 /// The values that servers may read for a cookie.
 pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<PartValues<'q>, TooManyValues> {
-    let mut values = PartValues::new();
+    let mut values = FoundValues::default();
     let mut added = Ok(());
     cookies::each_value(headers, name, &mut |value| {
-        added = add(&mut values, fully_decoded(value));
+        added = values.add(fully_decoded(value));
         if added.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     });
-    added.map(|()| values)
+    added.map(|()| values.values)
 }
 
 /// The values that servers may read for a query parameter.
 pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValues<'q>, TooManyValues> {
-    let mut values = PartValues::new();
+    let mut values = FoundValues::default();
     let mut added = Ok(());
     each_parameter(path, name, &mut |value| {
-        added = added.and_then(|()| add(&mut values, fully_decoded(Cow::Borrowed(value))));
+        if added.is_ok() {
+            added = values.add(fully_decoded(Cow::Borrowed(value)));
+        }
     });
-    added.map(|()| values)
+    added.map(|()| values.values)
 }
 
-fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooManyValues> {
-    if values.contains(&value) {
-        return Ok(());
+/// The distinct values so far.
+#[derive(Default)]
+struct FoundValues<'q> {
+    values: PartValues<'q>,
+    occurrences: usize,
+}
+
+impl<'q> FoundValues<'q> {
+    fn add(&mut self, value: Cow<'q, [u8]>) -> Result<(), TooManyValues> {
+        self.occurrences += 1;
+        let is_known = self.values.contains(&value);
+        if self.occurrences > MAX_OCCURRENCES || !is_known && self.values.len() == MAX_VALUES {
+            return Err(TooManyValues);
+        }
+        if !is_known {
+            self.values.push(value);
+        }
+        Ok(())
     }
-    if values.len() == MAX_VALUES {
-        return Err(TooManyValues);
-    }
-    values.push(value);
-    Ok(())
 }
 
 /// Calls `found` with the raw value of each query parameter of this name.

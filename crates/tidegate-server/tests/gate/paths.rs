@@ -140,6 +140,29 @@ async fn paths_with_too_many_readings_are_refused() {
 }
 
 #[tokio::test]
+async fn paths_with_too_many_readings_count_globally() {
+    let upstream = Echo::start(HELLO).await;
+    let file = FILE.replacen("1000 per 1h", "3 per 1h", 1);
+    let path = "/%253b/a;v/..;/%e2%80%a8%252e".repeat(136);
+    let gate = start(upstream.address, &file).await;
+    for expected in [400, 400, 400, 429, 429] {
+        let answer = once(gate.inbound, get(&path)).await;
+        assert_eq!(status(&answer), expected, "{answer}");
+    }
+    assert_eq!(status(&once(gate.inbound, get("/")).await), 429, "they have used up the limit");
+    let gate = start(upstream.address, &format!("{file}\n[api]\ndeny_status = 403\n")).await;
+    let question = value!({ "path": path, "ip": "203.0.113.1" }).to_string();
+    for expected in [400, 400, 400, 429] {
+        let answer = once(gate.api, post("/v1/check", &question)).await;
+        assert_eq!(status(&answer), expected, "{answer}");
+        assert!(expected == 400 || json(&answer)["bound_by"] == "global", "{answer}");
+    }
+    let refused = once(gate.api, asked(&path)).await;
+    assert!(status(&refused) == 403 && header(&refused, "retry-after").is_some(), "{refused}");
+    assert!(upstream.seen().is_empty());
+}
+
+#[tokio::test]
 async fn invalid_hosts_are_refused_by_every_listener() {
     let (lines, _guard) = capture("text");
     let upstream = Echo::start(HELLO).await;
