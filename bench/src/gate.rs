@@ -10,6 +10,8 @@ mod tls;
 mod viewers;
 mod wrk;
 
+use std::sync::LazyLock;
+
 use tidegate_testkit::servers::{RedisServer, free_port};
 
 use crate::measure::run_on_core;
@@ -28,6 +30,8 @@ enum GateWork {
     Admitted,
     Refused,
     DecisionApi,
+    /// The same with the dearest body that the API reads.
+    DecisionApiDearest,
     Outbound,
     /// The same with rules and scopes.
     OutboundRules,
@@ -42,10 +46,11 @@ enum GateWork {
 }
 
 impl GateWork {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Admitted,
         Self::Refused,
         Self::DecisionApi,
+        Self::DecisionApiDearest,
         Self::Outbound,
         Self::OutboundRules,
         Self::MetricsAdmitted,
@@ -61,6 +66,7 @@ impl GateWork {
             Self::Admitted => "gate/admitted",
             Self::Refused => "gate/refused",
             Self::DecisionApi => "gate/decision-api",
+            Self::DecisionApiDearest => "gate/decision-api-dearest",
             Self::Outbound => "gate/outbound",
             Self::OutboundRules => "gate/outbound-rules",
             Self::MetricsAdmitted => "gate/metrics-admitted",
@@ -100,10 +106,17 @@ impl GateWork {
             | Self::TlsResumed => WrkRequest::Get { path: ADMITTED_PATH, refused: false },
             Self::Refused | Self::MetricsRefused => WrkRequest::Get { path: "/refuse", refused: true },
             Self::DecisionApi => WrkRequest::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
+            Self::DecisionApiDearest => WrkRequest::Post { path: "/v1/check", body: &DEAREST_BODY },
             Self::Outbound | Self::OutboundRules => WrkRequest::Get { path: "/api/page", refused: false },
         }
     }
 }
+
+/// A question of 16 KiB. Its path is escaped twice, in JSON and as a path, and has as many readings as may be decided about.
+static DEAREST_BODY: LazyLock<String> = LazyLock::new(|| {
+    let path = r"/\u0025\u0044\u0030\u0025\u0042\u0030".repeat(400);
+    format!(r#"{{"ip":"192.0.2.7","path":"/{path}"}}"#)
+});
 
 /// The client of a row.
 enum LoadClient {
@@ -237,7 +250,9 @@ fn run(options: &Options, work: GateWork, rows: [&mut BenchRow; 2]) -> Result<()
         GateWork::Refused => {
             vec![(OURS, start_tidegate), ("nginx limit_req", start_nginx_limit_req), ("bare hyper 429", start_bare)]
         }
-        GateWork::DecisionApi => vec![(OURS, start_tidegate), ("bare hyper POST", start_bare)],
+        GateWork::DecisionApi | GateWork::DecisionApiDearest => {
+            vec![(OURS, start_tidegate), ("bare hyper POST", start_bare)]
+        }
         GateWork::Outbound | GateWork::OutboundRules => {
             vec![(OURS, start_tidegate), ("bare hyper-util proxy", start_bare)]
         }
@@ -326,7 +341,7 @@ fn start_throttlecrab(protocol: &str) -> Result<BenchServer, ProgramError> {
 fn start_bare(_: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
     let program = match work {
         GateWork::Refused | GateWork::MetricsRefused => "bare-refuser",
-        GateWork::DecisionApi => "bare-api",
+        GateWork::DecisionApi | GateWork::DecisionApiDearest => "bare-api",
         _ => "bare-proxy",
     };
     let port = free_port();
@@ -373,7 +388,8 @@ fn start_tidegate_with(
     let (proxy, api, admin) = (free_port(), free_port(), free_port());
     let text = policy_text(policy, [proxy, upstream, api, admin]);
     let file = folder.write("tidegate.toml", &text)?;
-    let port = if work == GateWork::DecisionApi { api } else { proxy };
+    let is_question = matches!(work, GateWork::DecisionApi | GateWork::DecisionApiDearest);
+    let port = if is_question { api } else { proxy };
     let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
     BenchServer::start(PROXY_CORE, OURS, &program, &arguments, port)
 }

@@ -1,6 +1,7 @@
 //! Tidegate's benchmark. `README.md` beside it says what each module measures, and how the comparison stays fair.
 
 pub mod bare;
+pub mod dearest;
 pub mod decision;
 pub mod gate;
 pub mod grpc;

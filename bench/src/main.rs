@@ -2,7 +2,7 @@
 
 use bench::options::{Options, USAGE};
 use bench::rows::{BenchRow, BenchTable, TargetResult};
-use bench::{decision, gate, measure, memory_use, outbound, simulate, stores, targets};
+use bench::{dearest, decision, gate, measure, memory_use, outbound, simulate, stores, targets};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -27,6 +27,7 @@ fn main() -> ExitCode {
         rows.push(row);
     };
     decision::measure(&options, &mut on_row);
+    dearest::measure(&options, &mut on_row);
     memory_use::measure(&options, &mut on_row);
     outbound::measure(&options, &mut on_row);
     gate::measure(&options, &mut on_row);

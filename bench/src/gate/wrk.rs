@@ -53,7 +53,7 @@ impl WrkClient {
         let script = match load {
             WrkRequest::Get { .. } => REPORT_SCRIPT.to_owned(),
             WrkRequest::Post { body, .. } => format!(
-                "wrk.method = 'POST'\nwrk.body = '{body}'\nwrk.headers['Content-Type'] = 'application/json'\n{REPORT_SCRIPT}"
+                "wrk.method = 'POST'\nwrk.body = [[{body}]]\nwrk.headers['Content-Type'] = 'application/json'\n{REPORT_SCRIPT}"
             ),
         };
         Ok(Self {

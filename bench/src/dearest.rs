@@ -1,0 +1,90 @@
+//! Measures the dearest requests that a client may send: the time from the request to its decision, or to the 400 that it
+//! gets.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use http::header::{COOKIE, HeaderMap, HeaderName, HeaderValue};
+use tidegate::Gate;
+use tidegate::policy::{Policy, PolicySources, Query};
+
+use crate::options::Options;
+use crate::rows::{BenchRow, FigureUnit};
+use crate::subjects::OURS;
+
+/// The longest part of a request that clients choose.
+const BYTES: usize = 8 << 10;
+
+/// The pieces that the dearest requests repeat: found by `fuzz/fuzz_targets/cost.rs` and by hand.
+const PATHS: [&str; 9] = [
+    "/%253b/a;v/..;/%e2%80%a8%252e",
+    "/a%2f..;x//%252e%5c\\",
+    "/a%20b",
+    "//",
+    "%",
+    "/..",
+    "/%u00e9",
+    "%D0%B0",
+    "/%0a/c/..",
+];
+const QUERIES: [&str; 5] = ["q=x&", "[q]=x;", "%71=x&", "a=b&", "q=%2525&"];
+const COOKIES: [&str; 6] = ["c=x; ", "c=\"\\101\"; ", "c=\"\\\";", "\u{3000};", "a=b,", "c=\u{feff}x;"];
+
+const POLICY: &str = r#"
+    [inbound]
+    path_quirks = ["windows", "parameters"]
+    [inbound.global]
+    limit = "1000000000 per 1s"
+    [inbound.action.login]
+    match = { path = "/login" }
+    limit = "1000000000 per 1s"
+    [inbound.action.keys]
+    match = { path = "/keys" }
+    key = ["cookie:c", "query:q", "header:x-tenant"]
+    limit = "1000000000 per 1s"
+    [inbound.action.rest]
+    match = { path = "/*" }
+    key = ["client_ip", "path"]
+    limit = "1000000000 per 1s"
+"#;
+
+/// Measures the rows that the options select.
+pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    let policy = Policy::load(PolicySources::new().file("bench", POLICY)).expect("a valid policy");
+    let gate = Gate::new(&policy);
+    let whole = |piece: &str| piece.repeat(BYTES / piece.len());
+    // A shorter path may have more readings within the bound.
+    let paths = [1, 4, 8, 64].into_iter().flat_map(|part| PATHS.map(|piece| piece.repeat(BYTES / part / piece.len())));
+    let header = |name: HeaderName, text: String| {
+        let value = HeaderValue::from_str(&text).expect("the value of a header");
+        ("/keys?q=1".to_owned(), HeaderMap::from_iter([(name, value)]))
+    };
+    let plain = |path: String| (path, HeaderMap::new());
+    let classes: [(&str, Vec<(String, HeaderMap)>); 4] = [
+        ("path", paths.map(|path| plain(format!("/{path}"))).collect()),
+        ("query", QUERIES.map(|piece| plain(format!("/keys?{}", whole(piece)))).into()),
+        ("cookie", COOKIES.map(|piece| header(COOKIE, whole(piece))).into()),
+        ("header", vec![header(HeaderName::from_static("x-tenant"), whole("x"))]),
+    ];
+    for (class, requests) in classes {
+        let name = format!("decision/dearest/{class}");
+        if options.wants(&name) {
+            let mut row = BenchRow::new(name, FigureUnit::Nanoseconds);
+            let dearest = || requests.iter().map(|request| nanoseconds(&gate, request)).fold(0.0, f64::max);
+            row.push(OURS, (0..options.rounds()).map(|_| dearest()).collect());
+            on_row(row);
+        }
+    }
+}
+
+/// The least time of several: whatever else runs on the machine only adds to it.
+fn nanoseconds(gate: &Gate, (path, headers): &(String, HeaderMap)) -> f64 {
+    let ip = Some([192, 0, 2, 7].into());
+    let query = Query { ip, method: Some("GET"), path: Some(path), headers: Some(headers), ..Query::default() };
+    let timed = || {
+        let began = Instant::now();
+        black_box(gate.begin_check(&query).is_ok());
+        began.elapsed().as_nanos() as f64
+    };
+    (0..20).map(|_| timed()).fold(f64::MAX, f64::min)
+}
