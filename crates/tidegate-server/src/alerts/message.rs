@@ -57,16 +57,24 @@ fn cut(text: &str) -> String {
     shown
 }
 
-/// The JSON of a text for Slack, whose `&`, `<` and `>` have a meaning: `<!channel>` calls all its members. Clients put
-/// domains and marks of a format into keys, so links have no preview, and the text is plain.
+/// The JSON of a text for Slack, and for chats that read its form. Clients choose parts of the text, so none of it may
+/// notify people, format or link. Slack shows `blocks`, where mentions and links are elements of their own and this text is
+/// literal. Others show `text`: a block of code that can't be closed, with Slack's three escapes and without mentions.
 pub(super) fn slack(text: &str) -> Value {
-    let text = cut(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-    json!({ "text": text, "mrkdwn": false, "unfurl_links": false, "unfurl_media": false })
+    let text = cut(text);
+    let code = text.replace('`', "'").replace('@', "\u{ff20}");
+    let code = code.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    let literal = json!([{ "type": "text", "text": text }]);
+    let block = json!({ "type": "rich_text", "elements": [{ "type": "rich_text_preformatted", "elements": literal }] });
+    json!({ "text": format!("```\n{code}\n```"), "blocks": [block], "unfurl_links": false, "unfurl_media": false })
 }
 
-/// The JSON of `sendMessage` in Telegram's Bot API.
+/// The JSON of `sendMessage` in Telegram's Bot API. Clients choose parts of the text. In a `pre` entity, Telegram finds no
+/// names, links or commands.
 pub(super) fn telegram(chat: &str, text: &str) -> Value {
-    json!({ "chat_id": chat, "text": cut(text), "link_preview_options": { "is_disabled": true } })
+    let text = cut(text);
+    let literal = json!([{ "type": "pre", "offset": 0, "length": text.encode_utf16().count() }]);
+    json!({ "chat_id": chat, "text": text, "entities": literal, "link_preview_options": { "is_disabled": true } })
 }
 
 #[cfg(test)]
@@ -81,21 +89,40 @@ mod tests {
         let message = Message { new: list(3, "<!channel> & co"), resolved: list(1, "b"), ..Message::default() };
         let text = text("ops", &message);
         assert_eq!(text, "tidegate alert ops\n<!channel> & co\n2 more\nresolved: b");
-        assert_eq!(slack(&text)["text"], "tidegate alert ops\n&lt;!channel&gt; &amp; co\n2 more\nresolved: b");
-        assert_eq!(slack("*x*")["mrkdwn"], false);
-        let preview = json!({ "is_disabled": true });
-        assert_eq!(telegram("-1001", "x"), json!({ "chat_id": "-1001", "text": "x", "link_preview_options": preview }));
+        let code = "```\ntidegate alert ops\n&lt;!channel&gt; &amp; co\n2 more\nresolved: b\n```";
+        assert_eq!(slack(&text)["text"], code);
         let json = json("ops", &message, Time::from_secs(1_800_000_000));
         assert_eq!((&json["time"], &json["new"]["count"]), (&"2027-01-15 08:00:00Z".into(), &3.into()));
         assert_eq!(json["new"]["events"][0], json!({ "kind": "store_lost", "message": "<!channel> & co" }));
         assert_eq!(json["continuing"], json!({ "count": 0, "events": [] }));
     }
 
+    /// The elements in which Slack and Telegram show a text literally are the only ones, and hold all of it.
+    #[test]
+    fn texts_of_clients_mean_nothing_to_chats() {
+        let text =
+            "x <@U123> <!channel> @here ```\n*b* [a](https://evil.example) https://evil.example /start \u{1f600}";
+        let slack = slack(text);
+        let [block] = &slack["blocks"].as_array().unwrap()[..] else { panic!("{slack}") };
+        assert_eq!((&block["type"], block["elements"].as_array().unwrap().len()), (&"rich_text".into(), 1));
+        let preformatted = &block["elements"][0];
+        assert_eq!(preformatted["type"], "rich_text_preformatted");
+        assert_eq!(preformatted["elements"], json!([{ "type": "text", "text": text }]));
+        let code = slack["text"].as_str().unwrap().strip_prefix("```\n").and_then(|rest| rest.strip_suffix("\n```"));
+        assert!(!code.unwrap().contains(['@', '<', '>', '`']), "{slack}");
+        assert_eq!((&slack["unfurl_links"], &slack["unfurl_media"]), (&false.into(), &false.into()));
+        let telegram = telegram("-1001", text);
+        let whole = json!([{ "type": "pre", "offset": 0, "length": text.chars().count() + 1 }]);
+        assert_eq!((&telegram["text"], &telegram["entities"]), (&text.into(), &whole));
+        assert_eq!(telegram["link_preview_options"], json!({ "is_disabled": true }));
+    }
+
     #[test]
     fn messages_for_chats_are_short_enough() {
         let list = || EventList { count: 5, named: vec![(AlertTrigger::Blocked, "\u{1f600}".repeat(300)); 5] };
         let long = text("ops", &Message { new: list(), continuing: list(), resolved: list() });
-        for body in [slack(&long), telegram("-1001", &long)] {
+        let slack = &slack(&long)["blocks"][0]["elements"][0]["elements"][0];
+        for body in [slack, &telegram("-1001", &long)] {
             let text = body["text"].as_str().unwrap();
             assert!((3998..=4000).contains(&text.encode_utf16().count()) && text.ends_with("\u{1f600}…"), "{text}");
         }

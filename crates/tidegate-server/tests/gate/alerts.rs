@@ -205,7 +205,7 @@ async fn a_failing_receiver_gets_the_message_once() {
     let gate = start(&alert(receiver.address, "format = \"slack\"\nlog = true"));
     block(&mut Peer::connect(gate.api).await, 1).await;
     let arrived = receiver.wait_for(3).await;
-    let text = "tidegate alert ops\n10.0.0.1 is blocked under login for 2 s after strike 1";
+    let text = "```\ntidegate alert ops\n10.0.0.1 is blocked under login for 2 s after strike 1\n```";
     assert!(arrived.iter().all(|request| request.body["text"] == text), "{arrived:?}");
     let keys: Vec<_> = arrived.iter().map(|request| &request.headers["idempotency-key"]).collect();
     assert!(keys[0] == keys[1] && keys[1] == keys[2], "a receiver can tell that it is the same message");
@@ -226,9 +226,31 @@ async fn telegram_gets_its_exact_form() {
     let arrived = receiver.wait_for(1).await;
     assert_eq!(arrived[0].target, "POST /bot110201543:AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw/sendMessage");
     let text = "tidegate alert ops\n10.0.0.1 is blocked under login for 2 s after strike 1";
+    let entities = json!([{ "type": "pre", "offset": 0, "length": text.len() }]);
     let link_preview = json!({ "is_disabled": true });
-    assert_eq!(arrived[0].body, json!({ "chat_id": "-1001234", "text": text, "link_preview_options": link_preview }));
+    let expected =
+        json!({ "chat_id": "-1001234", "text": text, "entities": entities, "link_preview_options": link_preview });
+    assert_eq!(arrived[0].body, expected);
     assert_eq!(arrived[0].headers["content-type"], "application/json");
+}
+
+#[tokio::test]
+async fn a_clients_key_mentions_nobody_and_links_nothing() {
+    const KEY: &str = "<!channel> @everyone ```*b* https://evil.example";
+    let receiver = Receiver::start(|_| 200).await;
+    let text = alert(receiver.address, "format = \"slack\"");
+    let gate = start(&text.replace("[inbound.action.login]\n", "[inbound.action.login]\nkey = \"key\"\n"));
+    let call = post("/v1/check", &json!({ "action": "login", "key": KEY }).to_string());
+    for _ in 0..2 {
+        once(gate.api, call.clone()).await;
+    }
+    let body = receiver.wait_for(1).await[0].body.clone();
+    let shown = &body["blocks"][0]["elements"];
+    let literal = shown[0]["elements"][0]["text"].as_str().unwrap();
+    assert!(literal.contains(&format!("key={KEY} is blocked")), "{body}");
+    assert_eq!((&shown[0]["type"], &shown[1]), (&"rich_text_preformatted".into(), &Value::Null), "{body}");
+    let code = body["text"].as_str().unwrap().strip_prefix("```").and_then(|rest| rest.strip_suffix("```")).unwrap();
+    assert!(!code.contains(['@', '<', '>', '`']), "{body}");
 }
 
 #[tokio::test]
