@@ -76,6 +76,27 @@ fn check_notes_secrets_that_serve_lacks() {
 }
 
 #[test]
+fn check_notes_listeners_that_serve_no_client_of_a_load_balancer() {
+    let scratch = ScratchDir::new();
+    let check = |text: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let output = command.arg("check").arg("--no-env").arg(scratch.write("proxied.toml", text)).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let out = check("[admin]\nproxy_protocol = \"127.0.0.1\"\n");
+    assert!(out.contains("note: ") && out.contains("only clients on this machine are served"), "{out}");
+    for fine in [
+        "[admin]\nproxy_protocol = \"127.0.0.1\"\ntoken = \"env:A\"\n",
+        "[admin]\nproxy_protocol = \"127.0.0.1\"\ntokens = { ops = \"env:A\" }\n",
+        "[admin]\nproxy_protocol = \"127.0.0.1\"\nlisten = \"off\"\n",
+        "[inbound]\nproxy_protocol = \"127.0.0.1\"\n",
+    ] {
+        assert!(!check(fine).contains("only clients on this machine"), "{fine}");
+    }
+}
+
+#[test]
 fn check_ignores_secrets_that_serve_does_not_read() {
     let scratch = ScratchDir::new();
     let providers = "limit = \"9 per 1h\"\nauth = \"bearer\"\ncredentials = \"env:UNSET_A\"\n\

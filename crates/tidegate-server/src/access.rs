@@ -1,6 +1,7 @@
 //! The access check in front of the gateway, the decision API and the admin listener.
 //!
-//! Beyond loopback these listeners require a token. On loopback the danger is a web page, of any site, in a browser on
+//! Beyond loopback these listeners require a token, and so does a client of another machine that a header of the PROXY
+//! protocol tells. On loopback the danger is a web page, of any site, in a browser on
 //! the same machine. Its requests can reach a listener in two ways:
 //! - by an address: the browser then says in `Origin` or `Sec-Fetch-Site` that they come from another page;
 //! - by a name of the page's own that resolves to loopback (DNS rebinding): the name is then in `Host`.
@@ -18,7 +19,7 @@ use http::{Request, Response, StatusCode, Version};
 use tidegate::LimiterDecision;
 use tidegate::policy::Query;
 use tidegate_core::Time;
-use tidegate_policy::{ListenConfig, Secret};
+use tidegate_policy::{ListenConfig, Secret, UNIX_PEER};
 
 use crate::body::ResponseBody;
 use crate::dashboard::SignInLimiter;
@@ -72,6 +73,8 @@ pub(crate) struct Access {
     usual_names: Box<[String]>,
     /// Empty if programs on this machine may call without one.
     tokens: Box<[AccessToken]>,
+    /// True if a client has shown a certificate before its first request.
+    has_certificates: bool,
     refusals: Arc<RefusalLog>,
     sign_in_limiter: Arc<SignInLimiter>,
 }
@@ -141,22 +144,36 @@ impl Access {
             hosts: hosts.to_vec(),
             usual_names: listen.tcp().flat_map(names_of).collect(),
             tokens: tokens.into(),
+            has_certificates: listen.requires_client_certificate(),
             refusals,
             sign_in_limiter,
         }
     }
 
-    /// Returns the caller of a request that may pass: it has a token, or, if there are no tokens, it isn't a web page's.
-    pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<Identity<'_>, AccessError> {
+    /// Returns the caller of a request of this client that may pass: it has a token, or, if it needs none, it isn't a web
+    /// page's.
+    pub(crate) fn check<B>(&self, request: &Request<B>, client: IpAddr) -> Result<Identity<'_>, AccessError> {
         let must_have_host = self.listener != ListenerKind::Gateway && request.version() == Version::HTTP_11;
         if must_have_host && !request.headers().contains_key(HOST) {
             return Err(AccessError::NoHost);
         }
-        self.identify(request.headers(), request.uri().authority())
+        self.identify(request.headers(), request.uri().authority(), client)
     }
 
-    fn identify(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<Identity<'_>, AccessError> {
-        if self.tokens.is_empty() {
+    /// Returns true if this client is served with a token only. That a listener without tokens is on loopback doesn't say
+    /// that the client is: a load balancer on this machine may tell the address of another one.
+    pub(crate) fn needs_token(&self, client: IpAddr) -> bool {
+        let is_local = || client.to_canonical().is_loopback() || client == UNIX_PEER;
+        !self.tokens.is_empty() || !self.has_certificates && !is_local()
+    }
+
+    fn identify(
+        &self,
+        headers: &HeaderMap,
+        target: Option<&Authority>,
+        client: IpAddr,
+    ) -> Result<Identity<'_>, AccessError> {
+        if !self.needs_token(client) {
             return self.check_web_page(headers, target).map(|()| Identity::LOCAL);
         }
         self.find_token(headers).map(AccessToken::identity).ok_or(AccessError::Token)

@@ -18,6 +18,7 @@ mod try_page;
 mod who_page;
 mod words;
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::header::{
@@ -150,10 +151,11 @@ impl<'a> Caller<'a> {
     pub(crate) fn authorize<S: Store, C: Clock>(
         admin: &'a AdminState<S, C>,
         request: &Request<Incoming>,
+        client: IpAddr,
         now: Time,
     ) -> Result<Self, AccessError> {
         let (access, headers) = (&admin.access, request.headers());
-        match access.check(request) {
+        match access.check(request, client) {
             Ok(identity) => Ok(Self { identity, session: None }),
             // A listener without tokens checks the host before the origin.
             Err(AccessError::Origin) if is_opened_by_link(request) => {

@@ -248,7 +248,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
             self.refusals.log_invalid_request(self.now(), invalid, &query, &client.watch.access);
             return Err(invalid.response());
         }
-        if let Err(denied) = self.access.check(request) {
+        if let Err(denied) = self.access.check(request, client.address.ip()) {
             return Err(self.access.denied_response(denied, request, client, self.now()));
         }
         remove_session_cookies(request.headers_mut());

@@ -157,6 +157,18 @@ impl DocumentReader<'_> {
                 .help("or the word \"off\"");
             return (None, token);
         }
+        if let Some(listen) = &listen
+            && let Some(node) = table.and_then(|table| table.node("proxy_protocol"))
+            && !listen.proxy_protocol.is_empty()
+            && !listen.is_off()
+            && token == Some(None)
+            && !has_token
+            && !listen.requires_client_certificate()
+        {
+            let message = "without a `token` beside it, only clients on this machine are served, and those of others that a \
+                           header of the PROXY protocol tells are refused";
+            self.note(node.at, message);
+        }
         (listen, token)
     }
 

@@ -1,3 +1,5 @@
+use std::net::Ipv4Addr;
+
 use tidegate_policy::{Policy, PolicySources};
 use tidegate_runtime::clock::SystemClock;
 
@@ -5,9 +7,11 @@ use super::*;
 use crate::dashboard::sign_in_limiter;
 use crate::events::server_events;
 
+const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
 impl Access {
     fn check_headers(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
-        self.identify(headers, target).map(drop)
+        self.identify(headers, target, LOCAL).map(drop)
     }
 }
 
@@ -213,10 +217,10 @@ fn tokens_tell_the_callers_name_and_rights() {
     for (secret, token, read_only) in
         [("Bearer s3cret", "token", false), ("Bearer s3cret2", "ops", false), ("Bearer look", "dash", true)]
     {
-        let found = access.identify(&headers(&[("authorization", secret)]), None);
+        let found = access.identify(&headers(&[("authorization", secret)]), None, LOCAL);
         assert_eq!(found, Ok(Identity { token: Some(token), read_only }));
     }
     let both = headers(&[("authorization", "Bearer wrong"), ("x-tidegate-token", "look")]);
-    assert_eq!(access.identify(&both, None).map(|caller| caller.token), Ok(Some("dash")));
-    assert_eq!(access.identify(&headers(&[("authorization", "Bearer ops")]), None), Err(AccessError::Token));
+    assert_eq!(access.identify(&both, None, LOCAL).map(|caller| caller.token), Ok(Some("dash")));
+    assert_eq!(access.identify(&headers(&[("authorization", "Bearer ops")]), None, LOCAL), Err(AccessError::Token));
 }

@@ -81,7 +81,7 @@ async fn serve<S: Store, C: Clock + Clone>(
     let watch = &*client.watch;
     watch.enter(ConnectionPhase::Deciding);
     let (now, path) = (admin.gate.clock().now(), DashboardPath::from_path(request.uri().path()));
-    let mut response = match (Caller::authorize(&admin, &request, now), path) {
+    let mut response = match (Caller::authorize(&admin, &request, client.address.ip(), now), path) {
         (Ok(caller), Some(path)) => dashboard::respond(&admin, &client, Some(caller), path, request).await,
         (Ok(caller), None) => route(&admin, &client, caller, request).await,
         (Err(AccessError::Token), Some(path)) if !admin.access.has_token(request.headers()) => {

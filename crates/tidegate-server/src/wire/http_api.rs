@@ -88,7 +88,7 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ApiService<S, C> {
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let ApiConnection { api, context: client } = &*self.0;
         // Forward-auth skips the checks of browser headers, because front servers pass on their clients' headers.
-        if let Err(denied) = api.access.check(&request)
+        if let Err(denied) = api.access.check(&request, client.address.ip())
             && (denied == AccessError::Token || !forward_auth::is_forward_auth_path(request.uri().path()))
         {
             client.watch.enter(ConnectionPhase::Deciding);

@@ -110,7 +110,7 @@ async fn respond<S: Store, C: Clock>(
     let watch = &client.watch;
     let content_type = request.headers().get(CONTENT_TYPE);
     let is_grpc = content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));
-    if let Err(denied) = state.access.check(&request) {
+    if let Err(denied) = state.access.check(&request, client.address.ip()) {
         let mut denial = state.access.denied_response(denied, &request, client, state.gate.clock().now());
         if denied == AccessError::Token && is_grpc {
             let status = match denial.status() {

@@ -1,8 +1,11 @@
 //! Tokens of the listeners.
 
-use tidegate_server::ServeError;
+use std::net::SocketAddr;
 
-use crate::common::{get, header, nobody, once, policy, post, status, try_start};
+use tidegate_server::ServeError;
+use tidegate_testkit::servers::free_port;
+
+use crate::common::{Peer, get, header, nobody, once, policy, post, status, try_start};
 
 fn with_env(rest: &str, variables: &[(&str, &str)]) -> Result<crate::common::Running, ServeError> {
     let policy = policy(nobody(), rest);
@@ -123,5 +126,39 @@ async fn health_checks_need_no_token() {
         let asked = format!("GET {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer wrong\r\n\r\n");
         assert_eq!(status(&once(gate.admin, asked).await), 200, "{path}");
         assert_eq!(status(&once(gate.admin, post(path, "{}")).await), 405, "{path}");
+    }
+}
+
+/// A load balancer on loopback may tell any client by the PROXY protocol.
+#[tokio::test]
+async fn clients_of_other_machines_need_a_token_on_loopback_too() {
+    let proxied = "proxy_protocol = \"127.0.0.1\"\n";
+    let [rls, resp] = std::array::from_fn(|_| SocketAddr::from(([127, 0, 0, 1], free_port())));
+    let section = |name: &str, address: SocketAddr| format!("[{name}]\nlisten = \"{address}\"\n{proxied}");
+    let others = [section("rls", rls), section("resp", resp)].concat();
+    let gate = with_env(&format!("[api]\n{proxied}[admin]\n{proxied}{others}"), &[]).unwrap();
+    let get = |path: &str| format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    for (address, request, local, remote) in [
+        (gate.api, get("/v1/nowhere"), "HTTP/1.1 404", "HTTP/1.1 401"),
+        (gate.api, get("/v1/auth/page"), "HTTP/1.1 200", "HTTP/1.1 401"),
+        (gate.admin, get("/v1/state"), "HTTP/1.1 200", "HTTP/1.1 401"),
+        (gate.admin, get("/healthz"), "HTTP/1.1 200", "HTTP/1.1 200"),
+        (rls, get("/nowhere"), "HTTP/1.1 415", "HTTP/1.1 401"),
+        (resp, "ECHO hi\r\nQUIT\r\n".to_owned(), "$2\r\n", "-NOAUTH "),
+        (resp, "HELLO 3\r\nQUIT\r\n".to_owned(), "%", "-NOAUTH "),
+        (resp, "AUTH x\r\nQUIT\r\n".to_owned(), "-ERR AUTH", "-WRONGPASS "),
+    ] {
+        for (header, expected) in [
+            ("PROXY TCP4 127.0.0.1 127.0.0.1 1 2\r\n", local),
+            ("PROXY TCP6 ::ffff:127.0.0.1 ::1 1 2\r\n", local),
+            ("PROXY UNKNOWN\r\n", local),
+            ("PROXY TCP4 203.0.113.7 127.0.0.1 1 2\r\n", remote),
+            ("PROXY TCP6 2001:db8::7 ::1 1 2\r\n", remote),
+        ] {
+            let mut client = Peer::connect(address).await;
+            client.send(format!("{header}{request}")).await;
+            let answer = client.all().await;
+            assert!(answer.starts_with(expected), "{header}{request}{answer}");
+        }
     }
 }

@@ -129,6 +129,20 @@ async fn foreign_hosts_and_web_pages_are_rejected() {
     }
 }
 
+/// A load balancer on loopback may tell any client by the PROXY protocol.
+#[tokio::test]
+async fn clients_of_other_machines_need_a_token_on_loopback_too() {
+    let api = Api::start(hello).await;
+    let proxied = "[outbound]\nlisten = \"127.0.0.1:0\"\nproxy_protocol = \"127.0.0.1\"\n";
+    let gateway = running(&format!("{proxied}{}", api.policy(&format!("{FREE}{BEARER}"))));
+    for (client, expected) in [("127.0.0.1", 200), ("203.0.113.7", 407)] {
+        let header = format!("PROXY TCP4 {client} 127.0.0.1 1 2\r\n");
+        let answer = gateway.ask([header, request("GET", "/api/x", "", "")].concat()).await;
+        assert_eq!(status(&answer), expected, "{client}");
+    }
+    assert_eq!(api.count(), 1);
+}
+
 #[tokio::test]
 async fn a_configured_token_is_required() {
     let api = Api::start(hello).await;

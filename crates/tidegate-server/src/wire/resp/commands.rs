@@ -112,7 +112,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
         let answered = if (arity > 0 && count != arity) || count < arity.abs() {
             let name = name.to_ascii_lowercase();
             Err(ErrorReply::new(format!("wrong number of arguments for '{name}' command")))
-        } else if !is_open && !self.is_authenticated(session) {
+        } else if !is_open && !self.is_authenticated(session, client) {
             Err(ErrorReply("NOAUTH", "Authentication required.".into()))
         } else {
             self.execute(session, client, name, rest, output).await
@@ -127,8 +127,8 @@ impl<S: Store, C: Clock> RespState<S, C> {
         }
     }
 
-    fn is_authenticated(&self, session: &Session) -> bool {
-        self.access.tokens().is_empty() || self.access.token_of(&session.password).is_some()
+    fn is_authenticated(&self, session: &Session, client: &ConnectionContext) -> bool {
+        !self.access.needs_token(client.address.ip()) || self.access.token_of(&session.password).is_some()
     }
 
     /// True if this client has given too many wrong passwords.
@@ -199,7 +199,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
         credentials: &[&[u8]],
     ) -> Result<(), ErrorReply> {
         let ([password] | [_, password]) = credentials else { return Err(ErrorReply::new("syntax error")) };
-        if self.access.tokens().is_empty() {
+        if !self.access.needs_token(client.address.ip()) {
             let message =
                 "AUTH <password> called without any password configured. Are you sure your configuration is correct?";
             // Redis also takes any password for its default user without one.
@@ -251,7 +251,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
                 }
             }
         }
-        if !self.is_authenticated(session) {
+        if !self.is_authenticated(session, client) {
             let message = "HELLO must be called with the client already authenticated, otherwise the HELLO <proto> AUTH \
                            <user> <pass> option can be used to authenticate the client and select the RESP protocol \
                            version at the same time";
