@@ -17,7 +17,7 @@ use tidegate_policy::printable;
 use tidegate_runtime::event_log::EventLog;
 
 pub(crate) use self::provider_events::ProviderEventPublisher;
-pub(crate) use self::stream::EventStream;
+pub(crate) use self::stream::{EventStream, StreamPlaces, StreamReader};
 pub(crate) use self::watcher::{watch_quotas, watch_store};
 
 /// The number of events that are kept.

@@ -132,7 +132,7 @@ use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
 use crate::dashboard::{Sessions, sign_in_limiter};
-use crate::events::{EventStream, ProviderEventPublisher, server_events};
+use crate::events::{ProviderEventPublisher, server_events};
 use crate::fleet::FleetView;
 use crate::listener::{ConnectionHandler, HttpHandler, Listener, ListenerConfig};
 use crate::metrics::{History, RequestMetrics};
@@ -363,7 +363,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             fleet: FleetView::new(self.policy.store(), self.gate.clock().now()),
             sessions: Sessions::default(),
             sign_in_limiter: Arc::new(sign_in_limiter(self.gate.clock().clone())),
-            event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
+            event_streams: Arc::default(),
             request_history: admin
                 .history_bytes
                 .filter(|_| !admin.listen.is_off())

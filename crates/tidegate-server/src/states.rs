@@ -16,7 +16,7 @@ use crate::access::{Access, AccessToken, ListenerKind};
 use crate::access_log::AccessLog;
 use crate::alerts::AlertSet;
 use crate::dashboard::{Sessions, SignInLimiter};
-use crate::events::ServerEvents;
+use crate::events::{ServerEvents, StreamPlaces};
 use crate::fleet::FleetView;
 use crate::gateway::GatewayState;
 use crate::metrics::{History, MetricsSource, RequestMetrics};
@@ -61,7 +61,7 @@ pub(crate) struct SharedParts {
     /// The limit on tries to sign in to it.
     pub(crate) sign_in_limiter: Arc<SignInLimiter>,
     /// The permits of the streams of events.
-    pub(crate) event_streams: Arc<Semaphore>,
+    pub(crate) event_streams: Arc<StreamPlaces>,
     /// The requests of the last hour, if the policy has them remembered.
     pub(crate) request_history: Option<Arc<RequestHistory>>,
     /// The permit of the one trial that may run.

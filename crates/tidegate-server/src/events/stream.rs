@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::fmt::Write as _;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame};
-use tokio::sync::OwnedSemaphorePermit;
+use parking_lot::Mutex;
 use tokio::time::{Interval, MissedTickBehavior};
 
 use super::ServerEvents;
@@ -20,6 +21,52 @@ const INTERVAL: Duration = Duration::from_millis(250);
 /// The number of intervals without an event after which a comment shows that the connection works.
 const QUIET_INTERVALS: u32 = 40;
 
+/// The maximum number of streams at the same time, so that connections for health checks remain.
+const MAX_STREAMS: usize = 16;
+/// The maximum of one reader, so that others have places too.
+const MAX_STREAMS_PER_READER: usize = MAX_STREAMS / 2;
+
+/// A party that reads streams.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum StreamReader {
+    /// All that use the token with this name.
+    Token(Box<str>),
+    /// A client without a token.
+    Client(IpAddr),
+}
+
+/// The places of streams.
+#[derive(Debug, Default)]
+pub(crate) struct StreamPlaces(Mutex<Vec<StreamReader>>);
+
+/// The place of an open stream, which is free again when it is dropped.
+pub(crate) struct StreamPlace {
+    places: Arc<StreamPlaces>,
+    reader: StreamReader,
+}
+
+impl StreamPlaces {
+    /// Takes a place for a reader. `None` if all are taken, or too many by this reader.
+    pub(crate) fn take(self: &Arc<Self>, reader: StreamReader) -> Option<StreamPlace> {
+        let mut taken = self.0.lock();
+        let own = taken.iter().filter(|other| **other == reader).count();
+        if taken.len() >= MAX_STREAMS || own >= MAX_STREAMS_PER_READER {
+            return None;
+        }
+        taken.push(reader.clone());
+        Some(StreamPlace { places: Arc::clone(self), reader })
+    }
+}
+
+impl Drop for StreamPlace {
+    fn drop(&mut self) {
+        let mut taken = self.places.0.lock();
+        if let Some(own) = taken.iter().position(|reader| *reader == self.reader) {
+            taken.swap_remove(own);
+        }
+    }
+}
+
 /// The body of a response with the events as they happen. It ends when the server stops, and with the right to read it.
 pub(crate) struct EventStream {
     events: Arc<ServerEvents>,
@@ -28,16 +75,12 @@ pub(crate) struct EventStream {
     quiet_intervals: u32,
     watch: Arc<ConnectionWatch>,
     may_go_on: Box<dyn Fn() -> bool + Send>,
-    /// The permission to stream, which ends with the stream.
-    _permit: OwnedSemaphorePermit,
+    _place: StreamPlace,
 }
 
 impl EventStream {
     /// The longest time without any byte in a stream.
     pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-
-    /// The maximum number of streams at the same time, so that connections for health checks remain.
-    pub(crate) const MAX_STREAMS: usize = 16;
 
     /// Returns a stream of the events after the one with this number, while `may_go_on` is true.
     pub(crate) fn new(
@@ -45,12 +88,12 @@ impl EventStream {
         seen: u64,
         watch: Arc<ConnectionWatch>,
         may_go_on: Box<dyn Fn() -> bool + Send>,
-        permit: OwnedSemaphorePermit,
+        place: StreamPlace,
     ) -> Self {
         let mut ticks = tokio::time::interval(INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // The first look sends a comment, so that the client knows at once that the stream is open.
-        Self { events, seen, ticks, quiet_intervals: QUIET_INTERVALS, watch, may_go_on, _permit: permit }
+        Self { events, seen, ticks, quiet_intervals: QUIET_INTERVALS, watch, may_go_on, _place: place }
     }
 
     /// The text of new events, or of a comment if there has been nothing to send for long.

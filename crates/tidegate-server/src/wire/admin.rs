@@ -24,17 +24,18 @@ use tidegate_core::{Batch, Clock, Limit, OnOutage};
 use crate::access::{Access, AccessError, Identity};
 use crate::body::{RelayBody, ResponseBody};
 use crate::dashboard::{self, Caller, DashboardPath, csrf_response};
-use crate::events::EventStream;
+use crate::events::{EventStream, StreamReader};
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, finish_response, json, json_response};
 use crate::metrics::{MetricsSource, TextFormat};
 use crate::refused_clients::MAX_REPORTED;
 use crate::state_cell::ListenerState;
-use crate::watchdog::{ConnectionPhase, ConnectionWatch};
+use crate::watchdog::ConnectionPhase;
 use crate::wire::admin::changes::Change;
 use crate::wire::decision_request::{DecisionRequestError, decode, set_once};
 use crate::wire::http_api::bad_request;
 use crate::wire::routes::is_api_path;
+use tidegate_policy::canonical_ip;
 use tidegate_policy::document::nearest;
 
 /// The time in which the store must answer, or the gate counts as not ready.
@@ -131,7 +132,7 @@ async fn route<S: Store, C: Clock + Clone>(
             (false, _) => csrf_response(&admin.metrics.parts),
         }
     } else {
-        match page(admin, watch, &caller, &request).await {
+        match page(admin, client, &caller, &request).await {
             Ok(response) => response,
             Err(wrong) => bad_request(wrong),
         }
@@ -145,7 +146,7 @@ async fn route<S: Store, C: Clock + Clone>(
 /// The response to a request that changes nothing.
 async fn page<S: Store, C: Clock + Clone>(
     admin: &AdminState<S, C>,
-    watch: &Arc<ConnectionWatch>,
+    client: &ConnectionContext,
     caller: &Caller<'_>,
     request: &Request<Incoming>,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
@@ -168,7 +169,7 @@ async fn page<S: Store, C: Clock + Clone>(
             providers_response(admin).await
         }
         "/v1/blocks" => blocks_response(admin, uri).await?,
-        "/v1/events" => events_response(admin, watch, caller, request)?,
+        "/v1/events" => events_response(admin, client, caller, request)?,
         path => match path.strip_prefix(PROVIDERS) {
             Some(name) => {
                 parameters(uri, [])?;
@@ -269,11 +270,11 @@ fn parameters<'u, const N: usize>(
 /// with `follow=false` a list.
 fn events_response<S: Store, C: Clock + Clone>(
     admin: &AdminState<S, C>,
-    watch: &Arc<ConnectionWatch>,
+    client: &ConnectionContext,
     caller: &Caller<'_>,
     request: &Request<Incoming>,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    let parts = &admin.metrics.parts;
+    let (parts, watch) = (&admin.metrics.parts, &client.watch);
     let header = request.headers().get("last-event-id").and_then(|value| value.to_str().ok());
     let [after, follow] = parameters(request.uri(), ["after", "follow"])?;
     let seen = match header.or(after.as_deref()).map(str::parse) {
@@ -283,13 +284,15 @@ fn events_response<S: Store, C: Clock + Clone>(
     };
     match follow.as_deref() {
         None | Some("true") => {
-            let Ok(permit) = Arc::clone(&parts.event_streams).try_acquire_owned() else {
+            let by_address = || StreamReader::Client(canonical_ip(client.address.ip()));
+            let reader = caller.identity.token.map_or_else(by_address, |name| StreamReader::Token(name.into()));
+            let Some(place) = parts.event_streams.take(reader) else {
                 return Ok(error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"));
             };
             let right = parts.sessions.reading_right(&admin.access, caller);
             let (shared, clock) = (Arc::clone(parts), admin.gate.clock().clone());
             let may_go_on = Box::new(move || shared.sessions.is_valid(&right, clock.now()));
-            let stream = EventStream::new(Arc::clone(&parts.events), seen, Arc::clone(watch), may_go_on, permit);
+            let stream = EventStream::new(Arc::clone(&parts.events), seen, Arc::clone(watch), may_go_on, place);
             let body = RelayBody::new(stream, Arc::clone(watch), EventStream::LONGEST_PAUSE);
             let mut response = Response::new(ResponseBody::Relay(body));
             response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));

@@ -162,3 +162,20 @@ async fn clients_of_other_machines_need_a_token_on_loopback_too() {
         }
     }
 }
+
+#[tokio::test]
+async fn one_token_holds_at_most_half_of_the_streams() {
+    let file = "[admin]\ntokens = { ops = \"env:A\", grafana = { secret = \"env:B\", read_only = true } }\n";
+    let gate = with_env(file, &[("A", "s3cret"), ("B", "other")]).unwrap();
+    let mut readers = Vec::new();
+    for (token, count) in [("s3cret", 8), ("other", 8)] {
+        for number in 0..=count {
+            let mut reader = Peer::connect(gate.admin).await;
+            let lines = format!("host: a\r\nauthorization: Bearer {token}\r\n");
+            reader.send(format!("GET /v1/events HTTP/1.1\r\n{lines}\r\n")).await;
+            let expected = if number < count { "HTTP/1.1 200" } else { "HTTP/1.1 503" };
+            assert_eq!(reader.exactly(expected.len()).await, expected, "{token} {number}");
+            readers.push(reader);
+        }
+    }
+}
