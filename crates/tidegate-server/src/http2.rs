@@ -264,7 +264,7 @@ impl<S: ConnectionService> Service<Request<Incoming>> for StreamService<S> {
             *response.status_mut() = status;
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
             Some(response)
-        } else if request.headers().len() > self.max_headers {
+        } else if count_lines(request.headers()) > self.max_headers {
             let (status, why) = (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "the request has too many header lines");
             client.rejections.record(client.ip, RejectionReason::HeadSize, Some(status), why);
             Some(local_response::error(status, why))
@@ -283,6 +283,11 @@ impl<S: ConnectionService> Service<Request<Incoming>> for StreamService<S> {
         });
         StreamFuture { respond, refusal, is_head, unanswered: Unanswered(Some(stream)) }
     }
+}
+
+/// The number of a head's lines. The pieces of its cookies are one.
+fn count_lines(headers: &HeaderMap) -> usize {
+    headers.len() - headers.get_all(COOKIE).iter().count().saturating_sub(1)
 }
 
 /// Gives a request the form that it has over HTTP/1.1, so that services treat both alike.

@@ -20,7 +20,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 
 use crate::authority::Authority;
-use crate::common::{Gate, PATIENCE, REQUEST, ask, start, start_before, start_echo, start_until, until};
+use crate::common::{
+    Gate, LAST_REQUEST, PATIENCE, REQUEST, ask, exchange, start, start_before, start_echo, start_until, until,
+};
 
 const ALWAYS: &str = "[inbound]\nhttp2 = \"always\"\n";
 
@@ -83,6 +85,40 @@ async fn one_port_serves_both_versions() {
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         let reply = ask(&mut stream, rest).await.unwrap();
         assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
+    }
+}
+
+/// Clients may send each cookie of a line as a field of its own (RFC 9113 §8.2.3).
+#[tokio::test]
+async fn pieces_of_cookies_are_one_line() {
+    let gate = start(&format!("{ALWAYS}caps = {{ headers = 10 }}\n")).await;
+    let client = connect(gate).await;
+    let with = |cookies: usize, lines: usize| {
+        let request = (0..cookies).fold(request("/"), |request, n| request.header("cookie", format!("c{n}={n}")));
+        (0..lines).fold(request, |request, n| request.header(format!("x-{n}"), "1"))
+    };
+    let response = fetch(&client, with(100, 9)).await;
+    assert_eq!(response.status(), 200, "{}", response.body());
+    let joined = (0..100).map(|n| format!("c{n}={n}")).collect::<Vec<_>>().join("; ");
+    let seen = response.body();
+    assert!(seen.contains(&format!("\r\ncookie: {joined}\r\n")) && seen.matches("cookie:").count() == 1, "{seen}");
+    for (cookies, lines, expected) in [(0, 10, 200), (0, 11, 431), (1, 10, 431), (2, 10, 431)] {
+        assert_eq!(fetch(&client, with(cookies, lines)).await.status(), expected, "{cookies} {lines}");
+    }
+}
+
+#[tokio::test]
+async fn pieces_of_cookies_count_as_their_line() {
+    for key in ["cookie:id", "header:cookie"] {
+        let limit =
+            format!("[inbound.action.page]\nmatch = {{ path = \"/*\" }}\nkey = \"{key}\"\nlimit = \"1 per 1h\"\n");
+        let gate = start(&format!("{ALWAYS}{limit}")).await;
+        let line = LAST_REQUEST.replace("\r\n\r\n", "\r\ncookie: a=1; id=x\r\n\r\n");
+        assert!(exchange(gate.inbound, line.as_bytes()).await.starts_with("HTTP/1.1 200 "), "{key}");
+        let pieces = |id: &str| request("/").header("cookie", "a=1").header("cookie", format!("id={id}"));
+        let client = connect(gate).await;
+        assert_eq!(fetch(&client, pieces("x")).await.status(), 429, "{key}");
+        assert_eq!(fetch(&client, pieces("y")).await.status(), 200, "{key}");
     }
 }
 
