@@ -1,5 +1,7 @@
 //! HTTP/2 connections of clients. Each request is a stream, watched as an HTTP/1.1 connection is.
 
+mod frames;
+
 use std::convert::Infallible;
 use std::error::Error as _;
 use std::net::{IpAddr, SocketAddr};
@@ -22,6 +24,7 @@ use parking_lot::Mutex;
 use pin_project_lite::pin_project;
 use tidegate_policy::is_same_host;
 
+use self::frames::{COUNTED_PIECE, FrameCountingStream};
 use crate::body::{BoxError, ResponseBody};
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::ConnectionService;
@@ -71,7 +74,9 @@ struct Streams {
     /// The number of streams so far, and of those that the client broke off before their response.
     total: AtomicUsize,
     broken_off: AtomicUsize,
-    /// True if the client has broken off too many.
+    /// The number of pieces of responses so far, of at most [`COUNTED_PIECE`] each.
+    pieces: AtomicUsize,
+    /// True if the client has broken off too many, or sends too much else.
     is_flooded: Flag,
 }
 
@@ -123,9 +128,16 @@ impl Streams {
     fn count_broken_off(&self) {
         let broken_off = self.broken_off.fetch_add(1, Relaxed) + 1;
         let total = self.total.load(Relaxed);
+        if total >= MIN_JUDGED_STREAMS && broken_off * 2 > total {
+            self.end_flood("the client breaks off most of its requests");
+        }
+    }
+
+    /// Ends the connection.
+    fn end_flood(&self, why: &str) {
         let Http2Client { watch, rejections, ip, .. } = &self.client;
-        if total >= MIN_JUDGED_STREAMS && broken_off * 2 > total && !self.is_flooded.replace(true) {
-            rejections.record(*ip, RejectionReason::Http2, None, "the client breaks off most of its requests");
+        if !self.is_flooded.replace(true) {
+            rejections.record(*ip, RejectionReason::Http2, None, why);
             watch.wake();
         }
     }
@@ -157,7 +169,7 @@ pin_project! {
     /// An HTTP/2 connection, as a future that ends with it.
     pub(crate) struct Http2Connection<S: ConnectionService> {
         #[pin]
-        http: http2::Connection<TokioIo<ClientStream>, StreamService<S>, StreamExecutor>,
+        http: http2::Connection<TokioIo<FrameCountingStream>, StreamService<S>, StreamExecutor>,
         streams: Arc<Streams>,
         waker: Option<Waker>,
         is_shutting_down: bool,
@@ -172,12 +184,12 @@ impl<S: ConnectionService> Http2Connection<S> {
         new_service: NewService<S>,
     ) -> Self {
         let (executor, counts) = (StreamExecutor::default(), || AtomicUsize::new(0));
-        let streams =
-            Streams { client, open: counts(), total: counts(), broken_off: counts(), is_flooded: Flag::default() };
-        let streams = Arc::new(streams);
+        let (open, total, broken_off, pieces) = (counts(), counts(), counts(), counts());
+        let streams = Arc::new(Streams { client, open, total, broken_off, pieces, is_flooded: Flag::default() });
         let (started, max_headers) = (Arc::clone(&executor.started), settings.headers);
         let service = StreamService { new_service, max_headers, streams: Arc::clone(&streams), started };
-        let http = settings.builder(executor).serve_connection(TokioIo::new(stream), service);
+        let io = TokioIo::new(FrameCountingStream::new(stream, Arc::clone(&streams)));
+        let http = settings.builder(executor).serve_connection(io, service);
         Self { http, streams, waker: None, is_shutting_down: false }
     }
 }
@@ -418,6 +430,7 @@ impl Body for StreamBody {
         // The body may have ended, but the client hasn't taken it yet.
         this.stream.watch.enter_from(ConnectionPhase::Idle, ConnectionPhase::Download);
         let bytes = this.rest.split_to(this.rest.len().min(MAX_PIECE));
+        this.stream.streams.pieces.fetch_add(bytes.len().div_ceil(COUNTED_PIECE), Relaxed);
         Poll::Ready(Some(Ok(Frame::data(Bytes::from_owner(QueuedBytes { bytes, _stream: Arc::clone(&this.stream) })))))
     }
 

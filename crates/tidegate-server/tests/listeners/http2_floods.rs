@@ -14,12 +14,15 @@ const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
+const PRIORITY: u8 = 2;
 const PING: u8 = 6;
 const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
 const CONTINUATION: u8 = 9;
+const PRIORITY_UPDATE: u8 = 16;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
+const PADDED: u8 = 8;
 
 /// The head of a GET request for `/` at `a.test`, by the static table of RFC 7541.
 const GET: &[u8] = b"\x82\x86\x84\x01\x06a.test";
@@ -167,18 +170,85 @@ async fn endless_heads_end_the_connection() {
     assert_eq!(rejections(gate, "http2").await, 1);
 }
 
+/// Frames that carry neither a request nor data, by their names.
+fn control_frames() -> [(&'static str, Vec<u8>); 10] {
+    [
+        ("PING", frame(PING, 0, 0, &[0; 8])),
+        ("an answered PING", frame(PING, 1, 0, &[0; 8])),
+        ("SETTINGS", frame(SETTINGS, 0, 0, &[])),
+        ("PRIORITY", frame(PRIORITY, 0, 5, &[0, 0, 0, 0, 9])),
+        ("PRIORITY_UPDATE", frame(PRIORITY_UPDATE, 0, 0, b"\0\0\0\x01u=1")),
+        ("a WINDOW_UPDATE of the connection", frame(WINDOW_UPDATE, 0, 0, &1u32.to_be_bytes())),
+        ("a WINDOW_UPDATE of a stream", frame(WINDOW_UPDATE, 0, 1, &1u32.to_be_bytes())),
+        ("empty DATA", frame(DATA, 0, 1, &[])),
+        ("padded DATA", frame(DATA, PADDED, 1, &[3, 0, 0, 0])),
+        ("an unknown frame", frame(99, 0, 0, b"x")),
+    ]
+}
+
 #[tokio::test]
-async fn floods_of_small_frames_leave_others_served() {
-    let gate = start(&format!("{ALWAYS}timeouts = {{ idle = \"2s\", header = \"2s\" }}\n")).await;
-    for kind in [PING, SETTINGS, WINDOW_UPDATE] {
-        let client = RawClient::connect(gate, &[]).await;
-        let piece = match kind {
-            PING => frame(PING, 0, 0, &[0; 8]),
-            SETTINGS => frame(SETTINGS, 0, 0, &[]),
-            _ => frame(WINDOW_UPDATE, 0, 0, &1u32.to_be_bytes()),
-        };
-        assert!(flood(gate, client, (0..100_000).map(move |_| piece.clone())).await, "{kind}");
+async fn frames_beyond_requests_and_data_end_the_connection() {
+    let gate = start_before(&start_silent().await, &format!("{ALWAYS}timeouts = {{ response = \"200ms\" }}\n")).await;
+    for (index, (what, piece)) in control_frames().into_iter().enumerate() {
+        let mut client = RawClient::connect(gate, &[]).await;
+        client.send(HEADERS, END_HEADERS, 1, POST).await.unwrap();
+        // What the gate reads at once may hold more frames than it takes.
+        let pieces = std::iter::repeat_n(piece.clone(), 5_000);
+        assert!(flood(gate, client, pieces).await, "{what}");
+        let ended = async || rejections(gate, "http2").await == index as u64 + 1;
+        until(what, ended).await;
     }
+    // Empty pieces of a head count, too.
+    let client = RawClient::connect(gate, &[]).await;
+    let head = std::iter::once(frame(HEADERS, END_STREAM, 1, GET));
+    assert!(flood(gate, client, head.chain((0..5_000).map(|_| frame(CONTINUATION, 0, 1, b"")))).await);
+}
+
+#[tokio::test]
+async fn a_usual_number_of_control_frames_is_served() {
+    let gate = start(ALWAYS).await;
+    let mut client = RawClient::connect(gate, &[]).await;
+    // Some clients give back the windows after each piece of data, and measure the connection by pings.
+    for index in 0..2_000u32 {
+        let stream = 2 * index + 1;
+        client.get(stream).await;
+        let update = |stream| frame(WINDOW_UPDATE, 0, stream, &100u32.to_be_bytes());
+        let frames = [frame(PRIORITY, 0, stream, &[0, 0, 0, 0, 9]), update(0), update(0), frame(PING, 0, 0, &[0; 8])];
+        client.0.write_all(&frames.concat()).await.unwrap();
+        assert!(client.read_until(PING).await.is_some(), "after {index} requests");
+    }
+    for (what, piece) in control_frames().into_iter().filter(|(what, _)| !what.contains("DATA")) {
+        let mut client = RawClient::connect(gate, &[]).await;
+        client.get(1).await;
+        client.0.write_all(&piece.repeat(500)).await.unwrap();
+        client.get(3).await;
+        let answered = async { while client.read_until(HEADERS).await.expect("an answer").stream != 3 {} };
+        tokio::time::timeout(PATIENCE, answered).await.expect(what);
+    }
+    assert_eq!(rejections(gate, "http2").await, 0);
+}
+
+#[tokio::test]
+async fn each_piece_of_a_response_allows_updates_of_its_windows() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let chunks = "1\r\nx\r\n".repeat(3_000);
+        let reply = format!("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n{chunks}");
+        stream.write_all(reply.as_bytes()).await.unwrap();
+        std::future::pending::<()>().await;
+    });
+    let gate = start_before(&upstream, ALWAYS).await;
+    let mut client = RawClient::connect(gate, &[]).await;
+    client.get(1).await;
+    let update = |stream| frame(WINDOW_UPDATE, 0, stream, &1u32.to_be_bytes());
+    for index in 0..3_000 {
+        let data = client.read_until(DATA).await.unwrap_or_else(|| panic!("piece {index}"));
+        assert_eq!(data.payload, b"x");
+        client.0.write_all(&[update(0), update(1)].concat()).await.unwrap();
+    }
+    assert_eq!(rejections(gate, "http2").await, 0);
 }
 
 #[tokio::test]
