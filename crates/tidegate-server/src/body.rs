@@ -195,6 +195,8 @@ pub(crate) enum UploadError {
     TooLarge,
     #[error("the client broke off")]
     Broken(#[source] hyper::Error),
+    #[error("a line of the trailers ends with LF alone")]
+    AmbiguousTrailers,
     #[error("the upstream has answered without the body")]
     BodyNotNeeded,
 }
@@ -246,6 +248,10 @@ impl Body for Upload {
         watch.body.waits_on_client.set(polled.is_pending());
         match polled {
             Poll::Pending => Poll::Pending,
+            Poll::Ready(Some(Ok(frame))) if frame.is_trailers() && watch.has_ambiguous_trailers() => {
+                watch.body.is_broken.set(true);
+                Poll::Ready(Some(Err(UploadError::AmbiguousTrailers)))
+            }
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
                     let size = data.remaining() as u64;

@@ -3,8 +3,9 @@
 //! *Why here:* if a request has both `Transfer-Encoding` and `Content-Length`, the parser drops the length. RFC 9112
 //! §6.3 allows that, but the service never learns that the framing was ambiguous. Servers behind the gate, or in front
 //! of it, may choose the other header: that is request smuggling. This tracker sees every head as it was sent and
-//! reports which one was ambiguous. It refuses nothing itself, so a wrong guess about the start of a head can only miss
-//! a detection. It never costs a message.
+//! reports which one was ambiguous. So is a line that ends with LF alone: the parser takes it (RFC 9112 §2.2 allows both), and
+//! other servers don't. It refuses nothing itself. A wrong guess about the start of a head can only miss a detection, or
+//! refuse a request behind one that the parser read in another way.
 
 use memchr::memchr;
 
@@ -20,7 +21,10 @@ pub(crate) struct FramingTracker {
     partial_len: usize,
     head: HeadFraming,
     head_count: u32,
-    /// The number, from 1, of the first head with both `Transfer-Encoding` and `Content-Length`; 0 if there is none.
+    /// True if the line that hasn't arrived whole ends with CR so far.
+    has_partial_cr: bool,
+    /// The number, from 1, of the first head with both `Transfer-Encoding` and `Content-Length`, or with a line, of its
+    /// trailers too, that ends with LF alone; 0 if there is none.
     pub(crate) first_ambiguous_head: u32,
 }
 
@@ -43,6 +47,7 @@ struct HeadFraming {
     has_request_line: bool,
     content_length: Option<u64>,
     has_transfer_encoding: bool,
+    has_bare_lf: bool,
 }
 
 impl FramingTracker {
@@ -51,6 +56,7 @@ impl FramingTracker {
             state: FramingState::Head,
             partial_line: [0; MAX_PARTIAL_LINE],
             partial_len: 0,
+            has_partial_cr: false,
             head: HeadFraming::default(),
             head_count: 0,
             first_ambiguous_head: 0,
@@ -78,11 +84,13 @@ impl FramingTracker {
                 FramingState::Head | FramingState::ChunkSize | FramingState::Trailers => match memchr(b'\n', bytes) {
                     Some(end) => {
                         if self.partial_len == 0 {
+                            self.note_end(&bytes[..end]);
                             self.process_line(trim_end(&bytes[..end]));
                         } else {
                             self.keep_partial_line(&bytes[..end]);
                             let (carry, carried) = (self.partial_line, self.partial_len);
                             self.partial_len = 0;
+                            self.head.has_bare_lf |= !self.has_partial_cr;
                             self.process_line(trim_end(&carry[..carried]));
                         }
                         bytes = &bytes[end + 1..];
@@ -101,6 +109,7 @@ impl FramingTracker {
     #[inline]
     fn skip_header_lines<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
         while let Some(end) = memchr(b'\n', bytes) {
+            self.note_end(&bytes[..end]);
             match bytes[0] {
                 b'c' | b'C' | b't' | b'T' | b'\r' | b'\n' => self.process_line(trim_end(&bytes[..end])),
                 _ => {}
@@ -114,7 +123,16 @@ impl FramingTracker {
         &[]
     }
 
+    /// Notes if a line, without its LF, ends with CR.
+    #[inline]
+    fn note_end(&mut self, line: &[u8]) {
+        self.head.has_bare_lf |= line.last() != Some(&b'\r');
+    }
+
     fn keep_partial_line(&mut self, bytes: &[u8]) {
+        if let Some(last) = bytes.last() {
+            self.has_partial_cr = *last == b'\r';
+        }
         let step = bytes.len().min(MAX_PARTIAL_LINE - self.partial_len);
         self.partial_line[self.partial_len..self.partial_len + step].copy_from_slice(&bytes[..step]);
         self.partial_len += step;
@@ -146,17 +164,26 @@ impl FramingTracker {
                     None => FramingState::Head,
                 };
             }
-            FramingState::Trailers if line.is_empty() => self.state = FramingState::Head,
+            FramingState::Trailers if line.is_empty() => {
+                self.report_if(self.head.has_bare_lf);
+                self.head = HeadFraming::default();
+                self.state = FramingState::Head;
+            }
             FramingState::Trailers | FramingState::Body(_) | FramingState::Chunk(_) => {}
+        }
+    }
+
+    /// Reports the latest head if it is the first ambiguous one.
+    fn report_if(&mut self, is_ambiguous: bool) {
+        if is_ambiguous && self.first_ambiguous_head == 0 {
+            self.first_ambiguous_head = self.head_count;
         }
     }
 
     fn finish_head(&mut self) {
         let head = std::mem::take(&mut self.head);
         self.head_count = self.head_count.wrapping_add(1);
-        if head.has_transfer_encoding && head.content_length.is_some() && self.first_ambiguous_head == 0 {
-            self.first_ambiguous_head = self.head_count;
-        }
+        self.report_if(head.has_bare_lf || head.has_transfer_encoding && head.content_length.is_some());
         self.state = match head.content_length {
             _ if head.has_transfer_encoding => FramingState::ChunkSize,
             Some(length) if length > 0 => FramingState::Body(length),
@@ -214,6 +241,26 @@ mod tests {
         let third = b"\r\nPOST / HTTP/1.1\nContent-Length: 1\nTransfer-Encoding: chunked\n\n0\n\n";
         assert_eq!(ambiguous(&[first.as_slice(), second].concat()), 0);
         assert_eq!(ambiguous(&[first.as_slice(), second, third].concat()), 3);
+    }
+
+    #[test]
+    fn lines_that_end_with_lf_alone_are_reported() {
+        let chunked = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n";
+        for (what, bytes, expected) in [
+            ("none", "GET / HTTP/1.1\r\nA: b\r\n\r\n".to_owned(), 0),
+            ("a request line", "GET / HTTP/1.1\nA: b\r\n\r\n".to_owned(), 1),
+            ("a header line", "GET / HTTP/1.1\r\nA: b\nC: d\r\n\r\n".to_owned(), 1),
+            ("the end", "GET / HTTP/1.1\r\nA: b\r\n\n".to_owned(), 1),
+            ("a long line", format!("GET / HTTP/1.1\r\nA: {}\n\r\n", "b".repeat(200)), 1),
+            ("a long line with CR", format!("GET / HTTP/1.1\r\nA: {}\r\n\r\n", "b".repeat(200)), 0),
+            ("before a head", "GET / HTTP/1.1\r\n\r\n\nGET / HTTP/1.1\r\n\r\n".to_owned(), 2),
+            ("a body", "POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\na\nb\nGET / HTTP/1.1\r\n\r\n".to_owned(), 0),
+            ("a chunk", format!("{chunked}4\r\na\nb\n\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n"), 0),
+            ("a trailer", format!("{chunked}1\r\na\r\n0\r\nA: b\nC: d\r\n\r\n"), 1),
+            ("the end of trailers", format!("{chunked}0\r\nA: b\r\n\n"), 1),
+        ] {
+            assert_eq!(ambiguous(bytes.as_bytes()), expected, "{what}");
+        }
     }
 
     #[test]

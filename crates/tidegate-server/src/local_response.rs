@@ -16,7 +16,7 @@ const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// The reasons for which the server itself answers a request, other than limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HttpError {
-    ConflictingFraming,
+    AmbiguousFraming,
     UnsupportedTransferCoding,
     InvalidHost,
     InvalidTarget,
@@ -35,9 +35,10 @@ impl HttpError {
     /// The status of the response, and a short description of the error.
     pub(crate) fn status_and_message(self) -> (StatusCode, &'static str) {
         match self {
-            Self::ConflictingFraming => {
-                (StatusCode::BAD_REQUEST, "Content-Length and Transfer-Encoding in one request")
-            }
+            Self::AmbiguousFraming => (
+                StatusCode::BAD_REQUEST,
+                "the request has Content-Length and Transfer-Encoding, or a line that ends with LF alone",
+            ),
             Self::UnsupportedTransferCoding => {
                 (StatusCode::BAD_REQUEST, "the only transfer coding taken is chunked, once")
             }

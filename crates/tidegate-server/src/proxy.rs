@@ -475,6 +475,9 @@ pub(crate) fn validate_request(
     if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
         return Err(HttpError::MethodNotAllowed);
     }
+    if watch.head.first_ambiguous.load(Relaxed) == number {
+        return Err(HttpError::AmbiguousFraming);
+    }
     let (mut host, mut coding) = (None, None);
     // One pass over all headers costs less than a lookup of each.
     for (name, value) in headers {
@@ -495,8 +498,8 @@ pub(crate) fn validate_request(
         _ => {}
     }
     if let Some(coding) = coding {
-        if watch.head.first_ambiguous.load(Relaxed) == number || headers.contains_key(CONTENT_LENGTH) {
-            return Err(HttpError::ConflictingFraming);
+        if headers.contains_key(CONTENT_LENGTH) {
+            return Err(HttpError::AmbiguousFraming);
         }
         if !coding.eq_ignore_ascii_case(b"chunked") {
             return Err(HttpError::UnsupportedTransferCoding);

@@ -137,7 +137,7 @@ impl RejectionReason {
     /// The reason of an error in a request's head. `None` for errors that come after the decision.
     pub(crate) fn of_head_error(error: HttpError) -> Option<Self> {
         match error {
-            HttpError::ConflictingFraming | HttpError::UnsupportedTransferCoding => Some(Self::Framing),
+            HttpError::AmbiguousFraming | HttpError::UnsupportedTransferCoding => Some(Self::Framing),
             HttpError::InvalidHost | HttpError::HostConflict => Some(Self::Host),
             HttpError::InvalidTarget => Some(Self::Target),
             HttpError::MethodNotAllowed => Some(Self::Method),

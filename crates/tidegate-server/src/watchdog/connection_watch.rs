@@ -59,7 +59,7 @@ pub(crate) struct HeadState {
     /// The bytes of the current head that are counted in the listener's total.
     pub(super) counted_bytes: AtomicUsize,
     request_count: AtomicU32,
-    /// The number, from 1, of the first head with two framings; 0 if there is none.
+    /// The number, from 1, of the first head that servers may read in different ways; 0 if there is none.
     pub(crate) first_ambiguous: AtomicU32,
 }
 
@@ -292,6 +292,11 @@ impl ConnectionWatch {
         let number = self.head.request_count.load(Relaxed).wrapping_add(1);
         self.head.request_count.store(number, Relaxed);
         number
+    }
+
+    /// True if servers may read the trailers of the current request in different ways.
+    pub(crate) fn has_ambiguous_trailers(&self) -> bool {
+        (1..=self.head.request_count.load(Relaxed)).contains(&self.head.first_ambiguous.load(Relaxed))
     }
 
     /// Acquires one of the few slots of connections that may linger for long. `None` for a blocked client, or if all

@@ -48,6 +48,17 @@ const REFUSED: &[(&str, &str, u16)] = &[
     ("a line without a colon", "GET / HTTP/1.1\r\nHost: a\r\nX-A\r\n\r\n", 400),
     ("a NUL in a value", "GET / HTTP/1.1\r\nHost: a\r\nX-A: b\0c\r\n\r\n", 400),
     ("a bare CR in a value", "GET / HTTP/1.1\r\nHost: a\r\nX-A: b\rX-B: c\r\n\r\n", 400),
+    ("a bare CR in the target", "GET /a\rb HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("a request line ended by CR", "GET / HTTP/1.1\rHost: a\r\n\r\n", 400),
+    ("a NUL in the target", "GET /a\0 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    ("a NUL in a name", "GET / HTTP/1.1\r\nHost: a\r\nX-\0: b\r\n\r\n", 400),
+    ("lines ended by LF", "GET / HTTP/1.1\nHost: a\n\n", 400),
+    ("a request line ended by LF", "GET / HTTP/1.1\nHost: a\r\n\r\n", 400),
+    ("a header line ended by LF", "GET / HTTP/1.1\r\nHost: a\nX-A: b\r\n\r\n", 400),
+    ("a long line ended by LF", LONG_LINE, 400),
+    ("a length ended by LF", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\n\r\nabc", 400),
+    ("a head ended by LF", "GET / HTTP/1.1\r\nHost: a\r\n\n", 400),
+    ("an LF before a request", "\nGET / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
     ("no host", "GET / HTTP/1.1\r\n\r\n", 400),
     ("two hosts", "GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400),
     ("a host with a path", "GET / HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
@@ -99,7 +110,38 @@ const REFUSED: &[(&str, &str, u16)] = &[
         "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\nabc\r\n0\r\n\r\n",
         400,
     ),
+    (
+        "an extension of a chunk ended by LF",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\nabc\r\n0\r\n\r\n",
+        400,
+    ),
+    ("a chunk ended by LF", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\n0\r\n\r\n", 400),
+    (
+        "a trailer ended by LF",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nX-A: b\nX-B: c\r\n\r\n",
+        400,
+    ),
+    (
+        "trailers ended by LF",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nX-A: b\r\n\n",
+        400,
+    ),
+    (
+        "a bare CR in a trailer",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nX-A: b\rX-B: c\r\n\r\n",
+        400,
+    ),
+    (
+        "a NUL in a trailer",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nX-A: b\0\r\n\r\n",
+        400,
+    ),
 ];
+
+/// A line longer than what is kept of one that hasn't arrived whole.
+const LONG_LINE: &str = "GET / HTTP/1.1\r\nHost: a\r\nX-A: \
+    aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n\
+    X-B: b\r\n\r\n";
 
 /// Starts two gates in front of this upstream, the second one with TLS. Returns also the addresses that take plain bytes
 /// for them.
@@ -163,7 +205,7 @@ async fn check_unusual_requests(over_tls: bool) {
     for bytes in [
         "POST /1 HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
         "POST /2 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: CHUNKED\r\n\r\n3;ext=1\r\nabc\r\n0\r\n\r\n",
-        "\r\nGET /3 HTTP/1.1\nHost: a\n\n",
+        "\r\nGET /3 HTTP/1.1\r\nHost: a\r\n\r\n",
         "GET HTTP://A:80/4 HTTP/1.1\r\nHost: a\r\n\r\n",
         "GET /5 HTTP/1.1\r\nHost: example.org:\r\n\r\n",
         "GET /6 HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
@@ -177,6 +219,29 @@ async fn check_unusual_requests(over_tls: bool) {
     assert!(seen[1].contains("transfer-encoding: chunked\r\n") && seen[1].ends_with("\r\n\r\n3\r\nabc\r\n0\r\n\r\n"));
     assert!(seen[2].starts_with("GET /3 HTTP/1.1\r\nhost: a\r\n"));
     assert!(seen[3].starts_with("GET /4 HTTP/1.1\r\nhost: a\r\n"));
+}
+
+/// The same bytes in pieces.
+#[tokio::test]
+async fn lines_without_cr_are_refused_however_they_arrive() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "").await;
+    for (what, bytes, expected) in
+        REFUSED.iter().filter(|(what, ..)| what.contains("LF") && !what.starts_with("trailers"))
+    {
+        let mut client = Peer::connect(gate.inbound).await;
+        for piece in bytes.as_bytes().chunks(1) {
+            // After its answer, the gate doesn't read on for long.
+            let _ = tokio::io::AsyncWriteExt::write_all(&mut client.stream, piece).await;
+            tokio::task::yield_now().await;
+        }
+        let answer = client.message().await;
+        assert_eq!(status(&answer), *expected, "{what}: {answer}");
+        assert!(client.ends().await, "{what}: the connection goes on");
+    }
+    let seen = upstream.seen();
+    assert!(seen.iter().all(|request| request.starts_with("POST / ")), "only bodies that break later: {seen:#?}");
+    assert!(!seen.iter().any(|request| request.ends_with("0\r\n\r\n") || request.contains("x-a")), "{seen:#?}");
 }
 
 #[tokio::test]
