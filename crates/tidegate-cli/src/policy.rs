@@ -7,15 +7,15 @@ use std::fmt::Display;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, Read, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
-use rustix::fs::OFlags;
 use tidegate::policy::{Action, Plan};
 use tidegate_policy::alerts::AlertConfig;
-use tidegate_policy::{Policy, PolicySources, StoreConfig, printable, printable_json, printable_lines};
+use tidegate_policy::{
+    Policy, PolicySources, StoreConfig, printable, printable_json, printable_lines, read_regular_file,
+};
 use tidegate_server::FileWatcher;
 
 use crate::{CliOutcome, CommandResult};
@@ -57,7 +57,7 @@ pub(crate) fn load_next(
     let file = existing_file(file).or_else(|| had_file.load(Relaxed).then_some(Path::new(DEFAULT_FILE)));
     had_file.store(file.is_some(), Relaxed);
     let unreadable = |error| format!("can't read {}: {error}", file.map(display_name).unwrap_or_default());
-    Ok(present.load_next(with_file(file, sources, read_regular_file).map_err(unreadable)?)?)
+    Ok(present.load_next(with_file(file, sources, read_lasting_file).map_err(unreadable)?)?)
 }
 
 /// Watches the file that [`load`] reads, or would read if there was one. Standard input can't change.
@@ -120,14 +120,12 @@ pub(crate) fn read_input(file: &Path) -> io::Result<Vec<u8>> {
     if is_stdin(file) { read_bounded(io::stdin().lock()) } else { read_bounded(File::open(file)?) }
 }
 
-/// Reads a file that keeps its text, as a pipe doesn't. Never waits for a writer.
-fn read_regular_file(file: &Path) -> io::Result<Vec<u8>> {
-    let once = || io::Error::other("it can be read only once, because it isn't a regular file");
+/// Reads a file that keeps its text, as a pipe doesn't.
+fn read_lasting_file(file: &Path) -> io::Result<Vec<u8>> {
     if is_stdin(file) {
-        return Err(once());
+        return Err(io::Error::other("it can be read only once"));
     }
-    let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(file)?;
-    if file.metadata()?.is_file() { read_bounded(file) } else { Err(once()) }
+    read_regular_file(file, MAX_INPUT)
 }
 
 fn read_bounded(input: impl Read) -> io::Result<Vec<u8>> {

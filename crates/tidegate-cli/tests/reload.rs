@@ -240,7 +240,7 @@ fn only_regular_files_reload() {
     let huge = || fs::File::create(&gate.file).unwrap().set_len(2 << 30).unwrap();
     assert_eq!(replace(&huge), 422);
     gate.wait_for_log("isn't a regular file");
-    gate.wait_for_log("larger than 16 MiB");
+    gate.wait_for_log("it has more than 16777216 bytes");
     assert!(gate.resident_bytes() < 512 << 20);
     assert_eq!(replace(&|| fs::write(&gate.file, policy("7 per 1h")).unwrap()), 200);
 }

@@ -3,9 +3,9 @@
 use std::net::SocketAddr;
 
 use tidegate_server::ServeError;
-use tidegate_testkit::servers::free_port;
+use tidegate_testkit::servers::{ScratchDir, free_port};
 
-use crate::common::{Peer, get, header, nobody, once, policy, post, status, try_start};
+use crate::common::{PATIENCE, Peer, get, header, nobody, once, policy, post, status, try_start};
 
 fn with_env(rest: &str, variables: &[(&str, &str)]) -> Result<crate::common::Running, ServeError> {
     let policy = policy(nobody(), rest);
@@ -177,5 +177,23 @@ async fn one_token_holds_at_most_half_of_the_streams() {
             assert_eq!(reader.exactly(expected.len()).await, expected, "{token} {number}");
             readers.push(reader);
         }
+    }
+}
+
+/// Nobody writes to the FIFO, and the device never ends.
+#[tokio::test]
+async fn secrets_are_read_from_regular_files_only() {
+    let scratch = ScratchDir::new();
+    let fifo = scratch.path().join("fifo");
+    assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let gate = with_env("", &[]).unwrap();
+    for path in [fifo.to_str().unwrap(), "/dev/zero", "/dev/tty"] {
+        let file = format!("[api]\ntoken = \"file:{path}\"\n");
+        let error = with_env(&file, &[]).err().expect(path).to_string();
+        assert!(error.contains("isn't a regular file"), "{error}");
+        file.clone_into(&mut gate.file.lock().unwrap());
+        let reload = tokio::time::timeout(PATIENCE, gate.reload.reload()).await.expect(path);
+        let error = reload.map(drop).unwrap_err().to_string();
+        assert!(error.contains("isn't a regular file"), "{error}");
     }
 }
