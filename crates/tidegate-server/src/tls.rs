@@ -1,5 +1,6 @@
 //! TLS of a listener: its certificates by name, and their replacement while the server runs.
 
+use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,11 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use hyper_rustls::ConfigBuilderExt as _;
 use parking_lot::{Mutex, RwLock};
-use rustls::client::verify_server_name;
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject as _};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{ClientHello, ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tidegate_core::{Clock as _, Time};
@@ -21,6 +21,7 @@ use tidegate_runtime::file_watcher::FileWatcher;
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use x509_parser::asn1_rs::ToDer as _;
+use x509_parser::extensions::GeneralName;
 use x509_parser::objects::{oid_registry, oid2abbrev};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 use x509_parser::x509::{AttributeTypeAndValue, X509Name};
@@ -198,7 +199,7 @@ impl LoadedTls {
                 builder.with_client_cert_verifier(verifier.build().map_err(|error| unusable(error.to_string()))?)
             }
         };
-        let mut server = builder.with_cert_resolver(Arc::new(CertificateSet(keys)));
+        let mut server = builder.with_cert_resolver(Arc::new(CertificateSet::new(keys)));
         let http2 = has_http2.then_some(http2::ALPN_NAME);
         server.alpn_protocols = http2.into_iter().chain([HTTP_1]).map(<[u8]>::to_vec).collect();
         // Without tickets, sessions are only resumed while they are among the last 256.
@@ -211,18 +212,50 @@ impl LoadedTls {
 
 /// The certificates of a listener. The first one is for clients that name no host, or another one.
 #[derive(Debug)]
-struct CertificateSet(Vec<Arc<CertifiedKey>>);
+struct CertificateSet {
+    keys: Vec<Arc<CertifiedKey>>,
+    /// The numbers of the certificates with each name, a wildcard with its `*`, so that no handshake parses certificates.
+    by_name: HashMap<String, Vec<usize>>,
+}
+
+impl CertificateSet {
+    fn new(keys: Vec<Arc<CertifiedKey>>) -> Self {
+        let mut by_name = HashMap::<_, Vec<usize>>::new();
+        for (number, key) in keys.iter().enumerate() {
+            for name in key.end_entity_cert().map(dns_names).unwrap_or_default() {
+                by_name.entry(name).or_default().push(number);
+            }
+        }
+        Self { keys, by_name }
+    }
+
+    /// The numbers of the certificates that are valid for a name.
+    fn valid_for(&self, name: &str) -> impl Iterator<Item = usize> {
+        let name = name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase();
+        let wildcard = name.split_once('.').map(|(_, parent)| format!("*.{parent}"));
+        [Some(name), wildcard].into_iter().flatten().filter_map(|name| self.by_name.get(&name)).flatten().copied()
+    }
+}
 
 impl ResolvesServerCert for CertificateSet {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let name = hello.server_name().and_then(|name| ServerName::try_from(name).ok());
-        let has_name = |key: &&Arc<CertifiedKey>| {
-            let leaf = key.end_entity_cert().ok().and_then(|leaf| ParsedCertificate::try_from(leaf).ok());
-            leaf.zip(name.as_ref()).is_some_and(|(leaf, name)| verify_server_name(&leaf, name).is_ok())
-        };
-        let fits = |key: &&Arc<CertifiedKey>| key.key.choose_scheme(hello.signature_schemes()).is_some();
-        self.0.iter().filter(fits).find(has_name).or_else(|| self.0.iter().find(fits)).cloned()
+        let fits = |number: &usize| self.keys[*number].key.choose_scheme(hello.signature_schemes()).is_some();
+        let named = hello.server_name().and_then(|name| self.valid_for(name).filter(fits).min());
+        let number = named.or_else(|| (0..self.keys.len()).find(fits))?;
+        Some(Arc::clone(&self.keys[number]))
     }
+}
+
+/// The names of hosts for which a certificate is valid, in small letters. As webpki requires, only a whole first label is
+/// a wildcard, and at least two follow it.
+fn dns_names(certificate: &CertificateDer<'_>) -> Vec<String> {
+    let Ok((_, parsed)) = X509Certificate::from_der(certificate) else { return Vec::new() };
+    let Ok(Some(alternative)) = parsed.subject_alternative_name() else { return Vec::new() };
+    let names = alternative.value.general_names.iter().filter_map(|name| match name {
+        GeneralName::DNSName(name) => Some(name.to_ascii_lowercase()),
+        _ => None,
+    });
+    names.filter(|name| !name.starts_with("*.") || name.matches('.').count() > 1).collect()
 }
 
 fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
@@ -386,9 +419,77 @@ fn push_escaped(text: &mut String, value: &str) {
 
 #[cfg(test)]
 mod tests {
-    use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue, KeyPair};
+    use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue, KeyPair, SanType};
+
+    use rustls::client::verify_server_name;
+    use rustls::pki_types::ServerName;
+    use rustls::server::ParsedCertificate;
 
     use super::*;
+
+    /// The index finds the certificates that webpki, and so a client, finds valid.
+    #[test]
+    fn certificates_are_found_by_their_names() {
+        let names = [
+            &["a.test"][..],
+            &["*.b.test", "B.test"],
+            &["www.b.test", "a.test"],
+            &["*.test", "*.c.d.test"],
+            &["*x.e.test", "f.*.test"],
+            &["127.0.0.1", "xn--bcher-kva.test"],
+            &[],
+        ];
+        let provider = ring::default_provider();
+        let keys: Vec<_> = names
+            .iter()
+            .map(|names| {
+                let mut params = CertificateParams::new([]).unwrap();
+                params.subject_alt_names = names
+                    .iter()
+                    .map(|name| match name.parse() {
+                        Ok(ip) => SanType::IpAddress(ip),
+                        Err(_) => SanType::DnsName((*name).try_into().unwrap()),
+                    })
+                    .collect();
+                let key = KeyPair::generate().unwrap();
+                let chain = vec![params.self_signed(&key).unwrap().der().clone()];
+                let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+                Arc::new(CertifiedKey::from_der(chain, key, &provider).unwrap())
+            })
+            .collect();
+        let set = CertificateSet::new(keys);
+        let mut matches = 0;
+        for name in [
+            "a.test",
+            "A.TEST",
+            "a.test.",
+            "b.test",
+            "www.b.test",
+            "WWW.b.TEST",
+            "x.b.test",
+            "x.y.b.test",
+            "c.test",
+            "c.d.test",
+            "x.c.d.test",
+            "test",
+            "x.e.test",
+            "yx.e.test",
+            "f.g.test",
+            "xn--bcher-kva.test",
+            "localhost",
+        ] {
+            let wanted = ServerName::try_from(name).unwrap();
+            let is_valid = |key: &Arc<CertifiedKey>| {
+                verify_server_name(&ParsedCertificate::try_from(&key.cert[0]).unwrap(), &wanted).is_ok()
+            };
+            let expected: Vec<_> = (0..set.keys.len()).filter(|number| is_valid(&set.keys[*number])).collect();
+            let mut found: Vec<_> = set.valid_for(name).collect();
+            found.sort_unstable();
+            assert_eq!(found, expected, "{name}");
+            matches += found.len();
+        }
+        assert_eq!(matches, 14);
+    }
 
     #[test]
     fn subjects_are_written_without_ambiguity() {
