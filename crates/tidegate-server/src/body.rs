@@ -14,6 +14,7 @@ use hyper::body::Incoming;
 use tokio::time::Sleep;
 
 use crate::access_log::LoggedBody;
+use crate::hop_headers;
 use crate::permit_renewer::PermitHandle;
 use crate::upstream::UpstreamBody;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
@@ -252,7 +253,10 @@ impl Body for Upload {
                 watch.body.is_broken.set(true);
                 Poll::Ready(Some(Err(UploadError::AmbiguousTrailers)))
             }
-            Poll::Ready(Some(Ok(frame))) => {
+            Poll::Ready(Some(Ok(mut frame))) => {
+                if let Some(trailers) = frame.trailers_mut() {
+                    hop_headers::strip_trailers(trailers);
+                }
                 if let Some(data) = frame.data_ref() {
                     let size = data.remaining() as u64;
                     if size > this.remaining_bytes {

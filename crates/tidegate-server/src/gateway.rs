@@ -269,7 +269,10 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         // A connection can't switch protocols before the whole request has arrived, or with HTTP/1.0 (RFC 9110 §7.8).
         hop.upgrade = hop.upgrade.filter(|_| !has_body && !is_http10);
         remove_all(headers, |name| {
-            name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
+            name == EXPECT
+                || CLIENT_ORIGIN_HEADERS.contains(name)
+                || name.as_str().starts_with(X_FORWARDED)
+                || hop_headers::is_own(name)
         });
         let chunked = has_body && request.body().size_hint().exact().is_none();
         hop_headers::add_request_headers(request.headers_mut(), &hop, chunked);

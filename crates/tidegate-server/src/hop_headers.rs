@@ -11,6 +11,7 @@
 //! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else the connection's scheme and the request's host | |
 //! | `Forwarded` | the peer's address appended to the value of a trusted peer; other values are removed | |
 //! | a header that differs only in `_` for `-` from an `X-Forwarded-…` above or from a counted header | removed | |
+//! | `Tidegate-…` and `Proxy-Authorization`, also with other signs for `-` | removed by the gateway, and from trailers | |
 //! | `Tidegate-Reservation` | removed if the call was admitted by it | |
 //! | `Via` | none is added, because nginx stops compressing if it sees one | |
 
@@ -158,6 +159,25 @@ pub(crate) fn lookalikes(headers: &HeaderMap, keyed: &[HeaderName]) -> Vec<Heade
     headers.keys().filter(|name| !is_own(name) && is_like(name)).cloned().collect()
 }
 
+/// True for a header that only the gate reads, such as the one with the gateway's token, and for one that a server may
+/// take for it: CGI programs read every sign but letters and digits as the same.
+pub(crate) fn is_own(name: &HeaderName) -> bool {
+    let starts_with = |own: &str| {
+        let signs = |(a, b): (u8, u8)| a == b || b == b'-' && !a.is_ascii_alphanumeric();
+        name.as_str().len() >= own.len() && name.as_str().bytes().zip(own.bytes()).all(signs)
+    };
+    starts_with("tidegate-")
+        || starts_with("proxy-authorization") && name.as_str().len() == PROXY_AUTHORIZATION.as_str().len()
+}
+
+/// Removes from trailers what only the gate reads.
+pub(crate) fn strip_trailers(trailers: &mut HeaderMap) {
+    let own: Vec<HeaderName> = trailers.keys().filter(|name| is_own(name)).cloned().collect();
+    for name in own {
+        trailers.remove(name);
+    }
+}
+
 /// Returns `for=192.0.2.7` or `for="[2001:db8::7]"` (RFC 7239 §6).
 fn forwarded_for(peer: &HeaderValue) -> HeaderValue {
     let address = peer.to_str().unwrap_or("unknown");
@@ -279,6 +299,30 @@ mod tests {
         let hop = strip_request(&mut map, &[]);
         add_request_headers(&mut map, &hop, false);
         shown(&map)
+    }
+
+    #[test]
+    fn own_headers_are_recognised_in_other_spellings() {
+        for name in [
+            "tidegate-token",
+            "tidegate_token",
+            "tidegate.token",
+            "tidegate-x",
+            "proxy-authorization",
+            "proxy_authorization",
+        ] {
+            assert!(is_own(&HeaderName::from_static(name)), "{name}");
+        }
+        for name in [
+            "tidegate",
+            "tidegates-token",
+            "x-tidegate-token",
+            "authorization",
+            "proxy-authorization-info",
+            "proxyxauthorization",
+        ] {
+            assert!(!is_own(&HeaderName::from_static(name)), "{name}");
+        }
     }
 
     #[test]

@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+
 use crate::common::{
     Answer, Api, Arrived, BEARER, FREE, ONCE, PLANTED, closing, get, provider, request, running, standing,
 };
@@ -232,4 +235,35 @@ async fn credentials_echoed_in_headers_or_trailers_are_removed() {
             assert!(!told.contains("pl4nted"), "{told}");
         }
     }
+}
+
+/// CGI programs read other signs as `-`, and servers may add trailers to the head.
+#[tokio::test]
+async fn no_spelling_of_the_gateways_token_reaches_a_provider() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let provider = tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut seen = Vec::new();
+        while !seen.ends_with(b"x-kept: trailer\r\n\r\n") {
+            assert!(stream.read_buf(&mut seen).await.unwrap() > 0, "{}", seen.escape_ascii());
+        }
+        stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello").await.unwrap();
+        String::from_utf8(seen).unwrap().to_ascii_lowercase()
+    });
+    let outbound = "[outbound]\nlisten = \"127.0.0.1:0\"\ntoken = \"env:A\"\n";
+    let gateway = running(&format!("{outbound}{}", crate::common::provider(address, FREE)));
+    let names = ["Tidegate-Token", "Tidegate_Token", "Tidegate.Token", "Proxy-Authorization", "Proxy_Authorization"];
+    let lines = names.map(|name| match name.starts_with('P') {
+        true => format!("{name}: Bearer {PLANTED}\r\n"),
+        false => format!("{name}: {PLANTED}\r\n"),
+    });
+    let lines = lines.concat();
+    let body = format!("3\r\nabc\r\n0\r\n{lines}x-kept: trailer\r\n\r\n");
+    let told = format!("trailer: x-kept, {}\r\n", names.join(", "));
+    let head = format!("POST /api/x HTTP/1.1\r\nhost: localhost\r\n{lines}{told}");
+    let answer = gateway.ask(format!("{head}transfer-encoding: chunked\r\n\r\n{body}")).await;
+    let seen = provider.await.unwrap();
+    assert_eq!(status(&answer), 200, "{answer}");
+    assert!(!seen.contains(PLANTED) && !seen.contains("token:") && !seen.contains("authorization:"), "{seen}");
 }
