@@ -6,6 +6,7 @@
 
 mod http1_pool;
 mod http2_pool;
+mod reply_stream;
 
 use std::error::Error;
 use std::future::poll_fn;
@@ -31,6 +32,7 @@ use tidegate_outbound::{causes, fault_of};
 use tidegate_policy::outbound::BaseUrl;
 use tidegate_policy::{UpstreamAddress, UpstreamTls};
 use tidegate_runtime::file_watcher::FileStamp;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -40,6 +42,7 @@ use tower_service::Service as _;
 use self::http1_pool::Http1Pool;
 pub(crate) use self::http2_pool::{CONNECTION_WINDOW, PING, STREAM_WINDOW};
 use self::http2_pool::{Http2Pool, Http2Stream, to_http2};
+pub(crate) use self::reply_stream::ReplyStream;
 use crate::body::{BoxError, Upload, is_last};
 use crate::http2::ALPN_NAME;
 use crate::tls::{TlsError, client_config};
@@ -284,20 +287,20 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             let sender = match &self.address.transport {
                 Transport::Tcp | Transport::Tls(_) => {
                     let connecting = self.connector.clone().call(self.destination.clone());
-                    let stream = connecting.await.map_err(|error| connect_error(&error))?;
+                    let stream = connecting.await.map_err(|error| connect_error(&error))?.into_inner();
                     let Some((connector, name)) = &self.tls else {
                         return Ok((self.handshake(stream).await?, false));
                     };
-                    let stream = connector.connect(name.clone(), stream.into_inner()).await;
+                    let stream = connector.connect(name.clone(), stream).await;
                     let stream = stream.map_err(UpstreamError::Connect)?;
                     if self.address.http2 && stream.get_ref().1.alpn_protocol() != Some(ALPN_NAME) {
                         return Err(UpstreamError::Connect(io::Error::other("it doesn't offer HTTP/2 by ALPN")));
                     }
-                    self.handshake(TokioIo::new(stream)).await
+                    self.handshake(stream).await
                 }
                 Transport::Unix(path) => {
                     let stream = UnixStream::connect(path).await.map_err(UpstreamError::Connect)?;
-                    self.handshake(TokioIo::new(stream)).await
+                    self.handshake(stream).await
                 }
             };
             Ok((sender?, false))
@@ -309,14 +312,15 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
     /// Starts HTTP on a new connection.
     async fn handshake<T>(&self, stream: T) -> Result<Sender<B>, UpstreamError>
     where
-        T: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
+        T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         if self.address.http2 {
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder.timer(TokioTimer::new()).keep_alive_interval(PING.0).keep_alive_timeout(PING.1);
             builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
             builder.max_header_list_size(MAX_HEAD_BYTES as u32);
-            let (sender, mut connection) = builder.handshake(stream).await.map_err(UpstreamError::Unsent)?;
+            let (sender, mut connection) =
+                builder.handshake(TokioIo::new(stream)).await.map_err(UpstreamError::Unsent)?;
             let stream = self.http2.add(sender);
             let usage = Arc::clone(&stream.usage);
             // The library tells the server's maximum only here, and polls this with each request.
@@ -327,7 +331,8 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             }));
             return Ok(Sender::Http2(stream));
         }
-        let (sender, connection) = self.http.handshake(stream).await.map_err(UpstreamError::Unsent)?;
+        let io = TokioIo::new(ReplyStream::new(stream));
+        let (sender, connection) = self.http.handshake(io).await.map_err(UpstreamError::Unsent)?;
         spawn_connection(connection.with_upgrades());
         Ok(Sender::Http1(sender))
     }

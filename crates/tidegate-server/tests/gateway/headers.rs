@@ -151,6 +151,13 @@ async fn informational_replies_are_left_out() {
 }
 
 #[tokio::test]
+async fn endless_informational_replies_fail_the_call() {
+    let endless = "HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n".repeat(1000).leak();
+    let gateway = running(&provider(closing(endless).await, ONCE));
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 502);
+}
+
+#[tokio::test]
 async fn head_replies_have_length_but_no_body() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(FREE));

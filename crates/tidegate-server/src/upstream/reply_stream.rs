@@ -1,0 +1,194 @@
+//! The stream of a server's replies over HTTP/1.1, with a bound on informational ones.
+//!
+//! *Why here:* the library reads past informational replies without a bound. It can report each to a function, but that
+//! would cost every request an allocation.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use hyper_util::client::legacy::connect::{Connected, Connection};
+use memchr::memchr;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// The most informational replies (1xx) to a request. One more ends the connection. Usual servers send one or two.
+const MAX_INFORMATIONAL_REPLIES: u32 = 32;
+/// The beginning of an informational reply. Each `d` is a digit.
+const INFORMATIONAL: &[u8] = b"HTTP/1.d 1dd";
+const SWITCHING_PROTOCOLS: &[u8] = b"101";
+
+/// A stream whose informational replies are counted.
+pub(crate) struct ReplyStream<T> {
+    stream: T,
+    place: Place,
+    /// The last bytes of [`INFORMATIONAL`], as they were received.
+    status: [u8; 3],
+    /// The number of informational replies to the present request.
+    count: u32,
+}
+
+/// The place in the replies, as far as it matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// In the start of a reply, behind this number of bytes that an informational one has.
+    Start(usize),
+    /// In the head of an informational reply.
+    Informational { is_line_empty: bool },
+    /// In another reply, or behind it.
+    Final,
+    /// Behind a switch of protocols.
+    Switched,
+}
+
+impl<T> ReplyStream<T> {
+    pub(crate) fn new(stream: T) -> Self {
+        Self { stream, place: Place::Start(0), status: [0; 3], count: 0 }
+    }
+
+    fn count_replies(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while let [first, rest @ ..] = bytes {
+            match self.place {
+                Place::Final | Place::Switched => return Ok(()),
+                // The library skips empty lines before a reply.
+                Place::Start(0) if matches!(first, b'\r' | b'\n') => bytes = rest,
+                Place::Start(position) => {
+                    let expected = INFORMATIONAL[position];
+                    if *first != expected && !(expected == b'd' && first.is_ascii_digit()) {
+                        self.place = Place::Final;
+                        return Ok(());
+                    }
+                    self.status.rotate_left(1);
+                    self.status[2] = *first;
+                    self.place = Place::Start(position + 1);
+                    if position + 1 == INFORMATIONAL.len() {
+                        self.count_reply()?;
+                    }
+                    bytes = rest;
+                }
+                Place::Informational { is_line_empty } => {
+                    let end = memchr(b'\n', bytes);
+                    let line = &bytes[..end.unwrap_or(bytes.len())];
+                    let is_line_empty = is_line_empty && line.iter().all(|byte| *byte == b'\r');
+                    self.place = match (end, is_line_empty) {
+                        (Some(_), true) => Place::Start(0),
+                        (Some(_), false) => Place::Informational { is_line_empty: true },
+                        (None, is_line_empty) => Place::Informational { is_line_empty },
+                    };
+                    bytes = end.map_or(&[], |end| &bytes[end + 1..]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn count_reply(&mut self) -> io::Result<()> {
+        if self.status == SWITCHING_PROTOCOLS {
+            self.place = Place::Switched;
+            return Ok(());
+        }
+        self.place = Place::Informational { is_line_empty: false };
+        self.count += 1;
+        if self.count > MAX_INFORMATIONAL_REPLIES {
+            let message = format!("it sent more than {MAX_INFORMATIONAL_REPLIES} informational replies");
+            return Err(io::Error::other(message));
+        }
+        Ok(())
+    }
+
+    /// Notes that bytes are sent. Behind a final reply, they are those of the next request.
+    fn note_sent(&mut self) {
+        if self.place == Place::Final {
+            (self.place, self.count) = (Place::Start(0), 0);
+        }
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for ReplyStream<T> {
+    #[inline]
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
+        Poll::Ready(self.count_replies(&buf.filled()[before..]))
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for ReplyStream<T> {
+    #[inline]
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        self.note_sent();
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    #[inline]
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.note_sent();
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    #[inline]
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+impl<T: Connection> Connection for ReplyStream<T> {
+    fn connected(&self) -> Connected {
+        self.stream.connected()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The number of informational replies that are counted, however the bytes arrive.
+    fn counted(bytes: &str) -> u32 {
+        let (mut whole, mut pieces) = (ReplyStream::new(()), ReplyStream::new(()));
+        let _ = whole.count_replies(bytes.as_bytes());
+        let _ = bytes.as_bytes().chunks(1).try_for_each(|byte| pieces.count_replies(byte));
+        assert_eq!((whole.count, whole.place), (pieces.count, pieces.place), "{bytes:?}");
+        whole.count
+    }
+
+    #[test]
+    fn informational_replies_are_counted() {
+        let early = "HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n";
+        let last = "HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n";
+        for (bytes, expected) in [
+            (early.repeat(3), 3),
+            (format!("{early}{early}{last}{early}"), 2),
+            (format!("{last}{early}"), 0),
+            ("\r\n\nHTTP/1.0 100\n\n".repeat(2), 2),
+            ("HTTP/1.1 102\r\na: \r\n\r\n".repeat(2), 2),
+            (format!("HTTP/1.1 101 x\r\n\r\n{early}"), 0),
+            (format!("HTTP/1.1 1x3 x\r\n\r\n{early}"), 0),
+            (early.repeat(50), 33),
+        ] {
+            assert_eq!(counted(&bytes), expected, "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn each_request_has_its_own_bound() {
+        let mut stream = ReplyStream::new(());
+        for _ in 0..9 {
+            stream.note_sent();
+            let replies = "HTTP/1.1 103 x\r\n\r\n".repeat(32) + "HTTP/1.1 204 x\r\n\r\n";
+            stream.count_replies(replies.as_bytes()).unwrap();
+        }
+        stream.note_sent();
+        assert!(stream.count_replies("HTTP/1.1 103 x\r\n\r\n".repeat(33).as_bytes()).is_err());
+    }
+}
