@@ -358,7 +358,9 @@ fn part_values<'q>(part: &KeyPart, query: &Query<'q>, limit: &str) -> Result<Opt
     let headers = || query.headers.ok_or_else(missing);
     let too_many = |TooManyValues| UncountableError::TooManyValues(part.to_string());
     Ok(match part {
-        KeyPart::Header(name) => Some(values::header_values(headers()?, name).map_err(too_many)?),
+        KeyPart::Header(name) => {
+            Some(values::header_values(headers()?, name, query.headers_are_joined).map_err(too_many)?)
+        }
         KeyPart::Cookie(name) => Some(values::cookie_values(headers()?, name).map_err(too_many)?),
         KeyPart::QueryParameter(name) => {
             let values = values::parameter_values(query.path.unwrap_or_default(), name).map_err(too_many)?;

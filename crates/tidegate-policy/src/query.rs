@@ -39,6 +39,9 @@ pub struct Query<'a> {
     /// The request's headers. If they are given, the limit's [`OnMissing`](crate::OnMissing) decides about a request
     /// without a header, cookie, query or host part. Without them, such a part is a missing part.
     pub headers: Option<&'a HeaderMap>,
+    /// True if the sender of `headers` may have joined the lines of each by commas, as Envoy does. A limit then counts the
+    /// call under each part, unless one line of the header may contain commas.
+    pub headers_are_joined: bool,
     /// True if all fields come from a log. A header, cookie or host that the log lacks may have been in the request, so
     /// such requests are never counted by address instead.
     pub from_log: bool,

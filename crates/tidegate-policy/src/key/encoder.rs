@@ -34,7 +34,9 @@ pub(super) fn encode_part(
             let platform = query.platform.filter(|found| PLATFORMS.contains(found))?;
             encoder.part(17, platform.as_bytes());
         }
-        KeyPart::Header(name) => encoder.part(18, values::single_header_value(query.headers?, name)?),
+        KeyPart::Header(name) => {
+            encoder.part(18, values::single_header_value(query.headers?, name, query.headers_are_joined)?);
+        }
         KeyPart::Cookie(name) => encoder.part(19, values::single_cookie_value(query.headers?, name)?),
         KeyPart::QueryParameter(name) => encoder.part(20, values::single_parameter_value(query.path?, name)?),
         KeyPart::Method => encoder.part(21, query.method?.as_bytes()),

@@ -10,6 +10,7 @@
 //! | `%78`, `%2578`, `+` | `x`, `x`, a space: decoded until no escape is left |
 //! | two cookies or parameters of one name | each of them |
 //! | two lines of a header | each of them, and both joined by `, ` (Node.js) and by `,` (WSGI) |
+//! | a line that may be several lines, joined by a front server | the same of its parts |
 //! | `?a=x;token=y` | `&` is a separator, and `;` as well (Rack 2, Python before 3.10) |
 //! | `Token`, `token[]`, `[token]`, `to.ken` for `to_ken` | one name, as ASP.NET, Rack, Express 4 and PHP read it |
 
@@ -17,7 +18,7 @@ use std::borrow::Cow;
 use std::ops::ControlFlow;
 
 use arrayvec::ArrayVec;
-use http::header::{HeaderMap, HeaderName};
+use http::header::{AUTHORIZATION, HeaderMap, HeaderName, PROXY_AUTHORIZATION};
 
 use super::cookies;
 use crate::path::decode_escape;
@@ -29,18 +30,59 @@ const MAX_OCCURRENCES: usize = 64;
 /// The separators with which servers join the lines of a header.
 const LINE_JOINERS: [&[u8]; 2] = [b", ", b","];
 
+/// The headers of which one line may contain commas, so that joined lines can't be told apart. Names that end in `-` stand for
+/// all that begin like that. None of them tells one client from another.
+const WITH_COMMAS: [&str; 36] = [
+    "accept",
+    "accept-",
+    "access-control-request-",
+    "baggage",
+    "cache-control",
+    "connection",
+    "content-digest",
+    "cookie",
+    "date",
+    "digest",
+    "expect",
+    "expires",
+    "forwarded",
+    "if-",
+    "keep-alive",
+    "last-modified",
+    "link",
+    "pragma",
+    "prefer",
+    "priority",
+    "range",
+    "referer",
+    "repr-digest",
+    "sec-",
+    "signature",
+    "signature-input",
+    "te",
+    "tracestate",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "user-agent",
+    "via",
+    "warning",
+    "x-forwarded-client-cert",
+    "x-forwarded-for",
+];
+
 /// The values that servers may read for one part of a key; empty if it is missing.
 pub(crate) type PartValues<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + LINE_JOINERS.len() }>;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TooManyValues;
 
-/// The value of a header that has one line.
+/// The value of a header that has one line. `are_joined` is [`Query::headers_are_joined`](crate::Query::headers_are_joined).
 #[inline]
-pub(crate) fn single_header_value<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Option<&'q [u8]> {
+pub(crate) fn single_header_value<'q>(headers: &'q HeaderMap, name: &HeaderName, are_joined: bool) -> Option<&'q [u8]> {
     let mut lines = headers.get_all(name).iter();
-    let line = lines.next()?;
-    lines.next().is_none().then_some(line.as_bytes())
+    let line = lines.next()?.as_bytes();
+    (lines.next().is_none() && !(are_joined && line.contains(&b','))).then_some(line)
 }
 
 /// The value of a cookie that occurs once, and that all servers read alike.
@@ -61,21 +103,65 @@ pub(crate) fn single_parameter_value<'q>(path: &'q str, name: &str) -> Option<&'
 }
 
 /// The values that servers may read for a header.
-pub(crate) fn header_values<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<PartValues<'q>, TooManyValues> {
-    let lines = || headers.get_all(name).iter().map(|line| line.as_bytes());
+pub(crate) fn header_values<'q>(
+    headers: &'q HeaderMap,
+    name: &HeaderName,
+    are_joined: bool,
+) -> Result<PartValues<'q>, TooManyValues> {
+    let mut lines: Vec<&[u8]> = headers.get_all(name).iter().map(|line| line.as_bytes()).collect();
+    let is_credential = [AUTHORIZATION, PROXY_AUTHORIZATION].contains(name);
+    if are_joined && !WITH_COMMAS.iter().any(|known| is_named(name.as_str(), known)) {
+        lines = lines.into_iter().flat_map(|line| split_line(line, is_credential)).collect();
+    }
     let mut found = FoundValues::default();
-    lines().try_for_each(|line| found.add(Cow::Borrowed(line)))?;
+    lines.iter().try_for_each(|line| found.add(Cow::Borrowed(line)))?;
     let mut values = found.values;
-    if lines().nth(1).is_some() {
+    if lines.len() > 1 {
         for joint in LINE_JOINERS {
-            let joined: Vec<&[u8]> = lines().collect();
-            let joined = Cow::Owned(joined.join(joint));
+            let joined = Cow::Owned(lines.join(joint));
             if !values.contains(&joined) {
                 values.push(joined);
             }
         }
     }
     Ok(values)
+}
+
+/// True if the entry of [`WITH_COMMAS`] stands for a header of this name.
+fn is_named(name: &str, known: &str) -> bool {
+    name == known || known.ends_with('-') && name.starts_with(known)
+}
+
+/// The lines that were joined. Commas in quotes are no exception: a client could open them in one line and end them in the
+/// next. The parameters of a credential stay with it.
+fn split_line(joined: &[u8], is_credential: bool) -> Vec<&[u8]> {
+    let (mut lines, mut start, mut at, mut takes_parameters) = (Vec::new(), 0, 0, false);
+    for part in joined.split(|byte| *byte == b',') {
+        if !(takes_parameters && is_parameter(part)) {
+            if at > 0 {
+                lines.push(joined[start..at - 1].trim_ascii());
+            }
+            (start, takes_parameters) = (at, is_credential && begins_parameters(part));
+        }
+        at += part.len() + 1;
+    }
+    lines.push(joined[start..].trim_ascii());
+    lines
+}
+
+/// True for a scheme and a parameter, as in `Digest username="a"`; false for `Bearer TOKEN` and `Basic dXNlcg==`.
+fn begins_parameters(part: &[u8]) -> bool {
+    let part = part.trim_ascii();
+    part.iter().position(|byte| *byte == b' ').is_some_and(|end| is_parameter(&part[end..]))
+}
+
+/// True for a name, `=` and a value.
+fn is_parameter(part: &[u8]) -> bool {
+    let part = part.trim_ascii();
+    part.iter().position(|byte| *byte == b'=').is_some_and(|end| {
+        let (name, value) = (part[..end].trim_ascii_end(), &part[end..]);
+        !name.is_empty() && !name.contains(&b' ') && value.iter().any(|byte| *byte != b'=')
+    })
 }
 
 /// The values that servers may read for a cookie.
@@ -283,16 +369,64 @@ mod tests {
     fn header_lines_count_separately_and_joined() {
         let name = HeaderName::from_static("x-api-key");
         let mut headers = HeaderMap::new();
+        let values = |headers: &HeaderMap| texts(header_values(headers, &name, false));
         headers.append(&name, "a, b".parse().unwrap());
-        assert_eq!(texts(header_values(&headers, &name)).unwrap(), ["a, b"]);
+        assert_eq!(values(&headers).unwrap(), ["a, b"]);
         headers.append(&name, "REAL".parse().unwrap());
-        assert_eq!(texts(header_values(&headers, &name)).unwrap(), ["a, b", "REAL", "a, b, REAL", "a, b,REAL"]);
+        assert_eq!(values(&headers).unwrap(), ["a, b", "REAL", "a, b, REAL", "a, b,REAL"]);
         for more in ["c", "d"] {
             headers.append(&name, more.parse().unwrap());
         }
-        assert_eq!(texts(header_values(&headers, &name)).unwrap().len(), MAX_VALUES + 2);
+        assert_eq!(values(&headers).unwrap().len(), MAX_VALUES + 2);
         headers.append(&name, "e".parse().unwrap());
-        assert!(header_values(&headers, &name).is_err());
+        assert_eq!(values(&headers), None);
+    }
+
+    #[test]
+    fn joined_lines_count_as_the_lines() {
+        let values = |name: &'static str, line: &str| {
+            let (mut headers, name) = (HeaderMap::new(), HeaderName::from_static(name));
+            headers.append(&name, line.parse().unwrap());
+            let single = single_header_value(&headers, &name, true).map(|value| String::from_utf8_lossy(value).into());
+            let values = texts(header_values(&headers, &name, true));
+            assert!(
+                single.is_none() || single == values.as_ref().map(|values: &Vec<String>| values.concat()),
+                "{line}"
+            );
+            values
+        };
+        for (name, line, expected) in [
+            ("x-api-key", "REAL", &["REAL"][..]),
+            ("x-api-key", "REAL,n1", &["REAL", "n1", "REAL, n1", "REAL,n1"]),
+            ("x-api-key", "n1 , REAL", &["n1", "REAL", "n1, REAL", "n1,REAL"]),
+            ("x-api-key", ",REAL", &["", "REAL", ", REAL", ",REAL"]),
+            ("x-api-key", "REAL,REAL", &["REAL", "REAL, REAL", "REAL,REAL"]),
+            ("x-api-key", "\"a,b\"", &["\"a", "b\"", "\"a, b\"", "\"a,b\""]),
+            ("authorization", "Bearer REAL,x=1", &["Bearer REAL", "x=1", "Bearer REAL, x=1", "Bearer REAL,x=1"]),
+            (
+                "authorization",
+                "Basic YQ==,Basic Yg==",
+                &["Basic YQ==", "Basic Yg==", "Basic YQ==, Basic Yg==", "Basic YQ==,Basic Yg=="],
+            ),
+            (
+                "authorization",
+                "Digest username=\"a\", uri=\"/\", nc=1,qop=auth, x=1",
+                &["Digest username=\"a\", uri=\"/\", nc=1,qop=auth, x=1"],
+            ),
+            (
+                "proxy-authorization",
+                "Digest a=b, c=d,Bearer R",
+                &["Digest a=b, c=d", "Bearer R", "Digest a=b, c=d, Bearer R", "Digest a=b, c=d,Bearer R"],
+            ),
+            ("x-token", "Digest a=b,c=d", &["Digest a=b", "c=d", "Digest a=b, c=d", "Digest a=b,c=d"]),
+            ("user-agent", "A (KHTML, like B), c, d, e, f", &["A (KHTML, like B), c, d, e, f"]),
+            ("accept-language", "de, en", &["de, en"]),
+            ("if-modified-since", "Thu, 01 Jan 2026 00:00:00 GMT", &["Thu, 01 Jan 2026 00:00:00 GMT"]),
+        ] {
+            assert_eq!(values(name, line).unwrap(), expected, "{name}: {line}");
+        }
+        assert_eq!(values("x-api-key", "a,b,c,d,a").unwrap().len(), MAX_VALUES + 2);
+        assert_eq!(values("x-api-key", "a,b,c,d,e"), None);
     }
 
     proptest! {

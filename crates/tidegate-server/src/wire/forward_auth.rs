@@ -38,6 +38,8 @@ pub(crate) const PATH_PREFIX: &str = "/v1/auth";
 /// The parameter that names an action in a question's query string.
 const ACTION_PARAMETER: &str = "action=";
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+/// A header that Envoy adds to its own requests.
+const X_ENVOY_TIMEOUT: HeaderName = HeaderName::from_static("x-envoy-expected-rq-timeout-ms");
 
 /// The fault of a limit on calls in flight.
 pub(crate) const IN_FLIGHT: &str =
@@ -126,6 +128,7 @@ async fn decide<S: Store, C: Clock>(
         path: original.path,
         host: original.host,
         headers: Some(headers),
+        headers_are_joined: is_of_envoy(request, &original),
         ..Query::default()
     };
     let access = &client.watch.access;
@@ -244,6 +247,13 @@ fn may_be_nginx<B>(question: &Request<B>) -> bool {
         && (question.version() == Version::HTTP_10
             || !has_value(&X_FORWARDED_PROTO)
             || [X_ORIGINAL_METHOD, X_ORIGINAL_URI, X_ORIGINAL_URL].iter().any(has_value))
+}
+
+/// True if Envoy may have sent a question. It appends the path, or it describes nothing and has a header of Envoy's. A client's
+/// header of that name only lets more be counted.
+fn is_of_envoy<B>(question: &Request<B>, original: &OriginalRequest<'_>) -> bool {
+    appended_path(question.uri()).is_some()
+        || *original == OriginalRequest::default() && question.headers().contains_key(X_ENVOY_TIMEOUT)
 }
 
 /// The action that a question names in its query string. A question with an appended path names none.

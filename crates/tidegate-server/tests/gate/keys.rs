@@ -84,6 +84,37 @@ async fn no_key_spelling_gives_a_fresh_count() {
     }
 }
 
+/// Envoy joins the lines of a header by commas where it asks, and forwards them as they came.
+#[tokio::test]
+async fn no_line_that_envoy_joins_gives_a_fresh_count() {
+    let named: Form = |_, client, lines| {
+        through("/v1/auth?action=header", client, &format!("x-envoy-expected-rq-timeout-ms: 250\r\n{lines}"))
+    };
+    for form in [appended as Form, named] {
+        let (gate, _echo) = gate().await;
+        let mut envoy = Peer::connect(gate.api).await;
+        let mut passed = 0;
+        for (number, value) in
+            ["m1", "m1,n1", "m1,n2", "m1, n3", "n4,m1", "m1,", ",m1", "n5,m1,n6", "m1,m1"].iter().enumerate()
+        {
+            let answer = envoy.ask(form("/header", number as u8, &format!("x-api-key: {value}\r\n"))).await;
+            passed += usize::from(status(&answer) == 200);
+        }
+        assert_eq!(passed, 3);
+        for (value, expected) in [("n7,n8", 200), ("n1", 200), ("n1", 200), ("n1", 429), ("a,b,c,d,e", 429)] {
+            let answer = envoy.ask(form("/header", 1, &format!("x-api-key: {value}\r\n"))).await;
+            assert_eq!(status(&answer), expected, "{value}");
+        }
+    }
+    // nginx, Caddy and Traefik pass lines on as they came: a comma in one is the client's own.
+    let (gate, _echo) = gate().await;
+    let mut front = Peer::connect(gate.api).await;
+    for value in ["m1,n1", "m1,n2", "m1,n3", "m1,n4", "a,b,c,d,e"] {
+        let answer = front.ask(described("/header", 1, &format!("x-api-key: {value}\r\n"))).await;
+        assert_eq!(status(&answer), 200, "{value}");
+    }
+}
+
 #[tokio::test]
 async fn one_refused_key_value_charges_no_other() {
     let (gate, _echo) = gate().await;
