@@ -184,6 +184,8 @@ pub struct BatchContext {
     /// The instant of the reservation that the caller presents. If the caller's reservation is another one, that counts.
     /// The epoch means that it presents none. [`Time::NEVER`] means one that isn't the caller's, which admits nothing.
     pub reservation: Time,
+    /// The limit and key that gave it. To others, the caller presents none. `None` means any.
+    pub reservation_of: Option<(LimitId, Key)>,
     /// A hash of the part that all keys of the batch share, for a store that keeps such keys on one of several servers.
     /// 0 means that they share nothing, or that it is unknown.
     pub affinity: u64,
@@ -200,6 +202,23 @@ pub struct OpContext<'a> {
     pub batch: BatchContext,
     /// The time of the decision.
     pub now: Time,
+}
+
+impl OpContext<'_> {
+    /// The instant of the reservation that the caller presents to this limit; see [`BatchContext::reservation`].
+    pub fn presented(&self) -> Time {
+        self.batch.presented_to(self.op)
+    }
+}
+
+impl BatchContext {
+    /// The instant of the reservation that the caller presents to the limit of this operation.
+    pub fn presented_to(&self, op: &Op) -> Time {
+        match self.reservation_of {
+            Some(giver) if giver != (op.limit, op.key) => Time::ZERO,
+            _ => self.reservation,
+        }
+    }
 }
 
 /// Operations that a store executes together, atomically.
@@ -253,6 +272,11 @@ impl Batch {
     /// Sets [`BatchContext::caller`] and [`BatchContext::reservation`].
     pub fn set_caller(&mut self, caller: u64, reservation: Time) {
         (self.context.caller, self.context.reservation) = (caller, reservation);
+    }
+
+    /// Sets [`BatchContext::reservation`] to the one that the limit of this operation has given to the caller.
+    pub fn present_reservation(&mut self, at: Time, giver: &Op) {
+        (self.context.reservation, self.context.reservation_of) = (at, Some((giver.limit, giver.key)));
     }
 
     /// Sets [`BatchContext::affinity`]. All callers that use one of the keys must set the same value.

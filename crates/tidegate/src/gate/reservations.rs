@@ -15,15 +15,18 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let in_headers = || ReservationToken::in_headers(query.headers?);
         let Some(presented) = query.reservation.map(str::parse).or_else(in_headers) else { return };
         let (limits, caller) = (self.0.plan.limits(), batch.context().caller);
-        let instant = presented.ok().and_then(|token: ReservationToken| {
+        let given = presented.ok().and_then(|token: ReservationToken| {
             let reserving = |op: &&Op| limits.get(op.limit).is_some_and(|limit| limit.reservations().is_some());
             batch
                 .ops()
                 .iter()
                 .filter(reserving)
-                .find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
+                .find_map(|op| Some((token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller)?, *op)))
         });
-        batch.set_caller(caller, instant.unwrap_or(Time::NEVER));
+        match given {
+            Some((at, giver)) => batch.present_reservation(at, &giver),
+            None => batch.set_caller(caller, Time::NEVER),
+        }
     }
 
     /// The decision of these outcomes, with a signature of the reservation that it gives.

@@ -1,7 +1,7 @@
 //! Limits with reservations: their rules in a script's argument, and the script's answers in core's types.
 
 use arrayvec::ArrayVec;
-use tidegate_core::batch::{BatchContext, BatchStates, MAX_OPS, OpContext};
+use tidegate_core::batch::{BatchStates, MAX_OPS, OpContext};
 use tidegate_core::{Admission, KeyState, LimitKind, Op, Outcome, ReservationRules, Time};
 
 use super::{ArgumentBuffer, BatchCodec, ResponseDecoder};
@@ -14,7 +14,7 @@ impl BatchCodec<'_> {
         rules: &ReservationRules,
         buffer: &mut ArgumentBuffer,
     ) {
-        let BatchContext { caller, reservation, .. } = self.batch.context();
+        let context = self.batch.context();
         let (part, longest_spacing, burst_part) = match kind {
             LimitKind::Rate(rate) => {
                 let spacing = |cost| rules.spacing(rate, cost).as_micros();
@@ -28,8 +28,8 @@ impl BatchCodec<'_> {
         buffer.push_number(burst_part);
         buffer.push_span(rules.grace());
         buffer.push_number(u64::from(rules.is_kept()));
-        buffer.push_bytes(&caller.to_le_bytes());
-        buffer.push_number(reservation.as_micros());
+        buffer.push_bytes(&context.caller.to_le_bytes());
+        buffer.push_number(context.presented_to(op).as_micros());
     }
 }
 
