@@ -12,6 +12,10 @@
 //! - In a window, a reservation counts as made at the end of its grace. The share of the limit bounds how many of them the
 //!   window holds. Calls without one have the rest, or more as long as fewer are reserved.
 //! - A quota keeps the room of reservations in the period of their instants.
+//!
+//! A caller that doesn't return forfeits. Until a call of it is admitted that costs as much, it gets reservations only
+//! seldom: all callers with a forfeit together take one part in [`FORFEIT_HORIZONS`] of the share. So what callers that
+//! never come set aside is bounded, and a caller that many clients share, such as an address, isn't barred for one of them.
 
 mod reserved_usage;
 
@@ -20,17 +24,19 @@ use alloc::vec::Vec;
 pub use reserved_usage::ReservedUsage;
 use thiserror::Error;
 
-use crate::batch::BatchContext;
 use crate::quota::Period;
-use crate::{PER_MILLE, Rate, Span, Time};
+use crate::{LimitKind, PER_MILLE, Rate, Span, Time};
 
 /// The largest number of reservations and forfeits of one key. At the bound, the oldest forfeits are forgotten;
 /// without any, refused callers get no reservation.
 pub const MAX_RECORDS: usize = 1024;
-/// The number of horizons from the end of a reservation that was forfeited to the caller's next one: the reservations of
-/// callers that never come are set aside in less than one of eleven.
-pub const FORFEIT_HORIZONS: u64 = 11;
-/// The time after the grace in which a caller may come without being barred: it may know only whole seconds of waiting.
+/// The number of horizons for which a forfeit is remembered, and the part of the share that all callers with a forfeit have.
+///
+/// A caller that never comes takes at most two reservations in that time, because one is excused as late. So these take at most
+/// two horizons of 34, and those that ask again one part of 33: together less than one in eleven.
+pub const FORFEIT_HORIZONS: u64 = 33;
+/// The time after the grace in which a caller may come without disadvantage, once while its forfeit is remembered: it may know
+/// only whole seconds of waiting.
 pub const LATENESS: Span = Span::from_secs(1);
 /// The longest horizon.
 pub const MAX_HORIZON: Span = Span::from_secs(3_600);
@@ -122,6 +128,18 @@ impl ReservationRules {
         if self.share < PER_MILLE { burst.saturating_sub(1) } else { burst }
     }
 
+    /// The time from now in which callers that are behind get no other reservation, after one of them got one of `cost` until
+    /// `ends_at`: the time in which that is their part of what is set aside.
+    fn wide_spacing(&self, kind: &LimitKind, cost: u64, ends_at: Time, now: Time) -> Span {
+        let times = if let LimitKind::Rate(rate) = kind {
+            return self.spacing(rate, cost).times(FORFEIT_HORIZONS);
+        } else {
+            ends_at.since(now).times(FORFEIT_HORIZONS)
+        };
+        // A whole number for each unit of the cost, so that all stores find the same.
+        Span::from_micros(times.as_micros().div_ceil(self.part_of(kind.capacity()).max(1))).times(cost)
+    }
+
     /// The least time between a rate's reservation of `cost` and the one before it.
     pub fn spacing(&self, rate: &Rate, cost: u64) -> Span {
         let units = u128::from(rate.cost_units(cost)) * u128::from(PER_MILLE) / u128::from(self.share);
@@ -140,7 +158,7 @@ pub struct Reservation {
     pub caller: u64,
     /// The cost that is set aside.
     pub cost: u64,
-    /// True if the caller was admitted before the instant. It isn't barred if it doesn't return.
+    /// True if the caller was admitted before the instant. It doesn't forfeit if it doesn't return.
     pub is_excused: bool,
 }
 
@@ -151,6 +169,23 @@ pub struct Forfeit {
     pub ended_at: Time,
     /// The caller's key.
     pub caller: u64,
+    /// The largest cost that it has forfeited. An admitted call of this cost ends the forfeit.
+    pub cost: u64,
+    /// True if it has had another reservation since, because it came just after its grace.
+    pub was_late: bool,
+}
+
+/// The right of a refused caller to a reservation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    /// It has no forfeit.
+    Good,
+    /// It came just after its grace, for the first time.
+    Late,
+    /// It was told a later instant, by a node that counted by itself.
+    ToldLater,
+    /// It has a forfeit, and is behind callers without one.
+    Behind,
 }
 
 /// The reservations of one key, and the callers that forfeited theirs.
@@ -158,8 +193,10 @@ pub struct Forfeit {
 pub struct ReservationQueue {
     /// In the order of their instants and of their ends.
     pub reservations: Vec<Reservation>,
-    /// In the order in which they ended.
+    /// In the order in which they ended. A caller has at most one.
     pub forfeits: Vec<Forfeit>,
+    /// The time before which no caller that is behind gets a reservation.
+    pub opens_to_forfeiters_at: Time,
     /// The instant of the last reservation that was made.
     pub last_at: Time,
     /// The instant of the last reservation that a rate is charged for.
@@ -176,13 +213,19 @@ impl ReservationQueue {
         self.reservations.iter().position(|reservation| reservation.caller == caller)
     }
 
-    fn is_barred(&self, rules: &ReservationRules, batch: &BatchContext, now: Time) -> bool {
-        let bars = |forfeit: &Forfeit| {
-            // A node that counted by itself may have told the caller a later instant.
-            let was_told_later = batch.reservation > forfeit.ended_at && batch.reservation <= now;
-            forfeit.caller == batch.caller && forfeit.ended_at + LATENESS <= now && !was_told_later
-        };
-        rules.is_kept && self.forfeits.iter().any(bars)
+    fn standing(&self, rules: &ReservationRules, presented: Time, caller: u64, now: Time) -> Standing {
+        let forfeit = self.forfeits.iter().find(|forfeit| forfeit.caller == caller);
+        match forfeit.filter(|_| rules.is_kept) {
+            None => Standing::Good,
+            Some(forfeit) if presented > forfeit.ended_at && presented <= now => Standing::ToldLater,
+            Some(forfeit) if forfeit.ended_at + LATENESS > now && !forfeit.was_late => Standing::Late,
+            Some(_) => Standing::Behind,
+        }
+    }
+
+    /// Ends the forfeit of a caller that was just admitted, unless the call costs less.
+    fn pardon(&mut self, caller: u64, cost: u64) {
+        self.forfeits.retain(|forfeit| forfeit.caller != caller || cost == 0 || cost < forfeit.cost);
     }
 
     /// Forgets the oldest forfeit if there is no room for another record. Returns false if there is none to forget.
@@ -214,22 +257,28 @@ impl ReservationQueue {
         }
         let ended = self.forfeits.partition_point(|forfeit| forfeit.ended_at + rules.forfeit_time() <= now);
         self.forfeits.drain(..ended);
+        if self.forfeits.is_empty() {
+            self.opens_to_forfeiters_at = Time::ZERO;
+        }
     }
 
-    /// Adds a reservation for a caller that isn't barred.
-    fn add(&mut self, rules: &ReservationRules, at: Time, caller: u64, cost: u64) {
+    /// Adds a reservation. Returns its end.
+    fn add(&mut self, rules: &ReservationRules, at: Time, caller: u64, cost: u64) -> Time {
         let ends_at = if rules.is_kept { at + rules.grace } else { at };
         let ends_at = self.reservations.last().map_or(ends_at, |last| last.ends_at.max(ends_at));
         self.reservations.push(Reservation { at, ends_at, caller, cost, is_excused: false });
-        self.forfeits.retain(|forfeit| forfeit.caller != caller);
         self.last_at = at;
+        ends_at
     }
 
     /// Removes the reservation at this index, whose grace has ended.
     fn forfeit(&mut self, index: usize) {
-        let Reservation { at, ends_at, caller, is_excused, .. } = self.reservations.remove(index);
+        let Reservation { at, ends_at, caller, cost, is_excused } = self.reservations.remove(index);
         if ends_at > at && !is_excused {
-            self.forfeits.push(Forfeit { ended_at: ends_at, caller });
+            let earlier = self.forfeits.iter().position(|forfeit| forfeit.caller == caller);
+            let earlier = earlier.map(|earlier| self.forfeits.remove(earlier));
+            let (most, was_late) = earlier.map_or((0, false), |earlier| (earlier.cost, earlier.was_late));
+            self.forfeits.push(Forfeit { ended_at: ends_at, caller, cost: cost.max(most), was_late });
         }
     }
 

@@ -28,7 +28,9 @@ const QUOTA: u8 = 4;
 const CONCURRENCY: u8 = 5;
 const COOLDOWN: u8 = 6;
 const PACE: u8 = 7;
-const RESERVED: u8 = 8;
+/// A state with forfeits that have no cost. It is only read.
+const RESERVED_WITHOUT_COSTS: u8 = 8;
+const RESERVED: u8 = 9;
 
 /// A bound above the number of entries of any state.
 const MAX_ENTRIES: u64 = 1 << 17;
@@ -50,8 +52,8 @@ impl KeyState {
         let (&first, rest) = bytes.split_first()?;
         let mut input = StateDecoder(rest);
         let usage = match first.checked_sub(VERSION)? {
-            RESERVED => {
-                let queue = input.queue()?;
+            form @ (RESERVED_WITHOUT_COSTS | RESERVED) => {
+                let queue = input.queue(form == RESERVED)?;
                 let kind = input.byte()?.checked_sub(VERSION)?;
                 Usage::Reserved(Box::new(ReservedUsage { usage: input.usage(kind)?, queue }))
             }
@@ -80,7 +82,8 @@ fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
             }
         }
         Usage::Reserved(reserved) => {
-            let ReservationQueue { reservations, forfeits, last_at, charged_until } = &reserved.queue;
+            let ReservationQueue { reservations, forfeits, opens_to_forfeiters_at, last_at, charged_until } =
+                &reserved.queue;
             bytes.push(VERSION | RESERVED);
             write_time(bytes, *last_at);
             write_time(bytes, *charged_until);
@@ -95,10 +98,13 @@ fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
                 before = *at;
             }
             write_number(bytes, forfeits.len() as u64);
-            for Forfeit { ended_at, caller } in forfeits {
+            for Forfeit { ended_at, caller, cost, was_late } in forfeits {
                 write_time(bytes, *ended_at);
                 write_number(bytes, *caller);
+                write_number(bytes, *cost);
+                bytes.push(u8::from(*was_late));
             }
+            write_time(bytes, *opens_to_forfeiters_at);
             write_usage(bytes, &reserved.usage);
         }
         Usage::Rate(arrival) => {
@@ -220,19 +226,28 @@ impl StateDecoder<'_> {
         })
     }
 
-    fn queue(&mut self) -> Option<ReservationQueue> {
+    fn flag(&mut self) -> Option<bool> {
+        self.byte().filter(|byte| *byte <= 1).map(|byte| byte == 1)
+    }
+
+    fn queue(&mut self, has_costs: bool) -> Option<ReservationQueue> {
         let mut queue = ReservationQueue { last_at: self.time()?, charged_until: self.time()?, ..Default::default() };
         let mut before = Time::ZERO;
         for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
             let at = before + Span::from_micros(self.number()?);
             let ends_at = at + Span::from_micros(self.number()?);
             let (caller, cost) = (self.number()?, self.number()?);
-            let is_excused = self.byte().filter(|byte| *byte <= 1)? == 1;
+            let is_excused = self.flag()?;
             queue.reservations.push(Reservation { at, ends_at, caller, cost, is_excused });
             before = at;
         }
         for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
-            queue.forfeits.push(Forfeit { ended_at: self.time()?, caller: self.number()? });
+            let (ended_at, caller) = (self.time()?, self.number()?);
+            let (cost, was_late) = if has_costs { (self.number()?, self.flag()?) } else { (0, false) };
+            queue.forfeits.push(Forfeit { ended_at, caller, cost, was_late });
+        }
+        if has_costs {
+            queue.opens_to_forfeiters_at = self.time()?;
         }
         Some(queue)
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use tidegate_core::quota::FixedPeriods;
 use tidegate_core::rate::ArrivalTime;
-use tidegate_core::reservation::{FORFEIT_HORIZONS, LATENESS, MAX_RECORDS};
+use tidegate_core::reservation::{FORFEIT_HORIZONS, Forfeit, MAX_RECORDS, ReservationQueue};
 use tidegate_core::state::Usage;
 use tidegate_core::{
     Admission, Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules,
@@ -48,11 +48,16 @@ impl Shared {
         self.limits = Limits::new(vec![Limit::new(kind).with_reservations(rules)]).unwrap();
     }
 
-    fn records(&self) -> usize {
+    fn queue(&self) -> ReservationQueue {
         match self.states[0].usage() {
-            Usage::Reserved(reserved) => reserved.queue.reservations.len() + reserved.queue.forfeits.len(),
-            _ => 0,
+            Usage::Reserved(reserved) => reserved.queue.clone(),
+            _ => ReservationQueue::default(),
         }
+    }
+
+    fn records(&self) -> usize {
+        let queue = self.queue();
+        queue.reservations.len() + queue.forfeits.len()
     }
 
     fn limit(&self) -> &Limit {
@@ -153,7 +158,6 @@ proptest! {
             agenda.insert((now, number), (caller as u64 + 1, cost, Time::ZERO));
         }
         let mut order = 1_000;
-        let mut forfeited: BTreeMap<u64, Time> = BTreeMap::new();
         while let Some(((now, _), (caller, cost, reserved_at))) = agenda.pop_first() {
             let rules = rules_in_turn[order / 16 % 2];
             shared.set_rules(rules);
@@ -169,16 +173,11 @@ proptest! {
             let had_reservation = reserved_at > Time::ZERO && now >= reserved_at && is_given;
             prop_assert!(is_admitted || !had_reservation, "refused at {now:?}: {outcome:?}, reserved {reserved_at:?}");
             if outcome.reserved_at == Time::ZERO {
-                // It isn't barred if it got in before.
-                if is_admitted && given.get(&caller).is_some_and(|(at, _)| *at > now) {
-                    forfeited.remove(&caller);
-                }
                 continue;
             }
             if is_admitted {
                 let used = given.remove(&caller).map(|(at, _)| at);
                 prop_assert_eq!(used, Some(outcome.reserved_at), "admitted without a reservation");
-                forfeited.remove(&caller);
                 continue;
             }
             prop_assert!(outcome.retry_at == outcome.reserved_at && outcome.retry_at > now, "{outcome:?}");
@@ -188,11 +187,6 @@ proptest! {
                 continue;
             }
             given.insert(caller, (new_at, cost));
-            let until = forfeited.remove(&caller).unwrap_or(Time::ZERO);
-            // Each reservation keeps the end that it had by its rules, or that of the one before.
-            let longest = rules_in_turn[0].grace().max(rules_in_turn[1].grace());
-            let is_just_late = until + longest + LATENESS > now + rules.forfeit_time();
-            prop_assert!(until <= now || is_just_late, "a reservation after a forfeit: {outcome:?}");
             order += 1;
             // A caller that has lost its reservation doesn't keep another one.
             let habit = if reserved_at == Time::ZERO { habits[caller as usize % habits.len()] } else { Habit::Forgets };
@@ -209,7 +203,6 @@ proptest! {
                 }
                 Habit::Forgets => {}
             }
-            forfeited.insert(caller, new_at + rules.horizon().times(FORFEIT_HORIZONS));
         }
         if let Err(error) = check_limit(&kind, &admitted) {
             prop_assert!(false, "{error}: {admitted:?}");
@@ -313,43 +306,151 @@ fn a_late_caller_forfeits_its_reservation() {
     // It isn't another caller's, and that one gets the next.
     let second = shared.call(3, 1, Time::ZERO, at(1000));
     assert_eq!((second.admission, second.reserved_at), (Admission::Refused, at(2500)));
-    // Too late: it has become another's, and there is no new one.
-    let late = shared.call(2, 1, at(1000), at(1500));
-    assert_eq!((late.admission, late.reserved_at), (Admission::Admitted, Time::ZERO));
+    // Too late: it has become another's. An admitted call ends the forfeit.
+    shared.call(0, 1, Time::ZERO, at(1500));
+    assert_eq!(shared.queue().forfeits.len(), 1);
     assert_eq!(shared.call(3, 1, Time::ZERO, at(2500)).reserved_at, at(2500));
-    let again = shared.call(2, 1, Time::ZERO, at(2501));
-    assert_eq!((again.admission, again.reserved_at), (Admission::Refused, Time::ZERO));
+    assert_eq!(shared.call(2, 1, at(1000), at(3500)).admission, Admission::Admitted);
+    assert_eq!(shared.queue().forfeits, []);
 }
 
 /// While a store was away, a node of its fleet may have told the caller an instant that the store doesn't know.
 #[test]
-fn a_caller_told_another_instant_isnt_barred() {
-    for (told, again, found) in [
-        (at(700), 1000, at(1000)),
-        (at(1400), 1400, at(1000)),
-        (at(2600), 2600, at(4000)),
-        (at(1500), 2600, Time::ZERO),
-        (at(2601), 2600, Time::ZERO),
-        (Time::NEVER, 2600, Time::ZERO),
+fn a_caller_told_another_instant_isnt_behind() {
+    for (told, again, found, is_behind) in [
+        (at(700), 1000, at(1000), false),
+        (at(1400), 1400, at(1000), false),
+        (at(2600), 2600, at(4000), false),
+        (at(1500), 2600, at(4000), true),
+        (at(2601), 2600, at(4000), true),
+        (Time::NEVER, 2600, at(4000), true),
     ] {
         let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
         shared.call(1, 1, Time::ZERO, at(0));
         assert_eq!(shared.call(2, 1, Time::ZERO, at(0)).reserved_at, at(1000));
         assert_eq!(shared.call(3, 1, Time::ZERO, at(0)).reserved_at, at(2500));
         assert_eq!(shared.call(2, 1, told, at(again)).reserved_at, found, "told {told:?}, came at {again}");
+        let opens_at = shared.queue().opens_to_forfeiters_at;
+        assert_eq!(opens_at > Time::ZERO, is_behind, "told {told:?}, came at {again}");
     }
 }
 
-/// A client that knows only whole seconds of waiting may come after its grace.
+/// A client that knows only whole seconds of waiting may come after its grace, but not each time.
 #[test]
-fn a_caller_within_a_second_isnt_barred() {
+fn a_caller_is_excused_as_late_once() {
     let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
     shared.call(1, 1, Time::ZERO, at(0));
     assert_eq!(shared.call(2, 1, Time::ZERO, at(100)).reserved_at, at(1000));
     assert_eq!(shared.call(1, 1, Time::ZERO, at(100)).reserved_at, at(2500));
     let late = shared.call(2, 1, Time::ZERO, at(2499));
     assert_eq!((late.admission, late.reserved_at), (Admission::Refused, at(4000)));
-    assert_eq!(shared.records(), 2);
+    let queue = shared.queue();
+    assert_eq!((queue.forfeits[0].was_late, queue.opens_to_forfeiters_at), (true, Time::ZERO));
+    // The next time it is behind: 33 seconds of the rate are for those without a forfeit.
+    shared.call(5, 1, Time::ZERO, at(4499));
+    assert_eq!(shared.call(2, 1, Time::ZERO, at(4600)).reserved_at, at(7000));
+    let queue = shared.queue();
+    assert_eq!((queue.forfeits.len(), queue.opens_to_forfeiters_at), (2, at(4600 + 33_000)));
+}
+
+/// A caller that is behind gets the next instant, but only one of them in the spacing of 33.
+#[test]
+fn callers_with_a_forfeit_are_behind_others() {
+    let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
+    shared.call(1, 1, Time::ZERO, at(0));
+    for (caller, found) in [(2, 1000), (3, 2500), (4, 4000)] {
+        assert_eq!(shared.call(caller, 1, Time::ZERO, at(0)).reserved_at, at(found));
+    }
+    // The second and the third caller didn't come. Others are served before them.
+    assert_eq!(shared.call(5, 1, Time::ZERO, at(3900)).reserved_at, at(5500));
+    assert_eq!(shared.call(2, 1, Time::ZERO, at(4001)).reserved_at, at(7000));
+    assert_eq!(shared.call(3, 1, Time::ZERO, at(4001)).reserved_at, Time::ZERO);
+    assert_eq!(shared.call(6, 1, Time::ZERO, at(4001)).reserved_at, at(8500));
+    // It comes, and is as others.
+    assert_eq!(shared.call(2, 1, Time::ZERO, at(7000)).reserved_at, at(7000));
+    assert_eq!(shared.call(2, 1, Time::ZERO, at(7001)).reserved_at, at(10_000));
+    assert_eq!(shared.call(3, 1, Time::ZERO, at(7001)).reserved_at, Time::ZERO);
+}
+
+/// A state that was stored before forfeits had costs: any admitted call ends them.
+#[test]
+fn states_without_costs_of_forfeits_are_read() {
+    // The version and form, two times, no reservation, a forfeit that ended at 7 µs of the ninth caller, and no usage.
+    let state = KeyState::decode(&[0x18, 5, 3, 0, 1, 7, 9, 0x10]).unwrap();
+    let Usage::Reserved(reserved) = state.usage() else { panic!("no reservations") };
+    let forfeit = Forfeit { ended_at: Time::from_micros(7), caller: 9, cost: 0, was_late: false };
+    assert_eq!((&*reserved.queue.forfeits, reserved.queue.last_at), (&[forfeit][..], Time::from_micros(5)));
+    let mut bytes = Vec::new();
+    state.encode(&mut bytes);
+    assert_eq!(bytes, [0x19, 5, 3, 0, 1, 7, 9, 0, 0, 0, 0x10]);
+}
+
+/// A cheaper call isn't the one that was forfeited.
+#[test]
+fn a_cheap_call_ends_no_forfeit() {
+    let mut shared = Shared::new(rate(10, 10), rules(1000, 400));
+    shared.call(1, 10, Time::ZERO, at(0));
+    assert_eq!(shared.call(2, 5, Time::ZERO, at(0)).reserved_at, at(500));
+    for (cost, forfeits) in [(1, 1), (0, 1), (4, 1), (5, 0)] {
+        assert_eq!(shared.call(2, cost, Time::ZERO, at(5000)).admission, Admission::Admitted);
+        assert_eq!(shared.queue().forfeits.len(), forfeits, "{cost}");
+    }
+}
+
+/// Clients behind one address are one caller, and one of them didn't come. Others want more than the limit.
+#[test]
+fn a_neighbours_forfeit_doesnt_starve_an_address() {
+    let served = |has_forfeit: bool| {
+        let mut shared = Shared::new(rate(10, 10), rules(1000, 900));
+        let mut due: BTreeMap<(Time, u64), ()> = (1..=100).map(|caller| ((START, caller), ())).collect();
+        if has_forfeit {
+            due.remove(&(START, 50));
+            assert_eq!((1..=10).filter(|_| shared.call(0, 1, Time::ZERO, START).admission.refuses()).count(), 0);
+            assert!(shared.call(50, 1, Time::ZERO, START).reserved_at > START);
+        }
+        due.insert((at(8_000), 50), ());
+        let mut served = 0;
+        while let Some(((now, caller), ())) = due.pop_first().filter(|((now, _), ())| *now < at(48_000)) {
+            let outcome = shared.call(caller, 1, Time::ZERO, now);
+            let is_admitted = outcome.admission == Admission::Admitted;
+            served += u32::from(is_admitted && caller == 50 && now >= at(8_000));
+            let again = if is_admitted || outcome.reserved_at == Time::ZERO {
+                now + Span::from_millis(100)
+            } else {
+                outcome.retry_at
+            };
+            due.insert((again, caller), ());
+        }
+        served
+    };
+    let (usual, after_forfeit) = (served(false), served(true));
+    assert!(usual >= 4 && after_forfeit + 1 >= usual, "{after_forfeit} served, {usual} without a forfeit");
+}
+
+/// The token of one limit doesn't excuse a caller from a forfeit of another limit.
+#[test]
+fn a_token_counts_for_its_own_limit_alone() {
+    let shared = || Limit::new(rate(1, 1)).with_reservations(rules(1000, 500));
+    let limits = Limits::new(vec![shared(), shared()]).unwrap();
+    let ops = [0, 1].map(|index| Op::new(LimitId::from_index(index).unwrap(), Verb::Take, Key::new(1, 1), 1));
+    for (giver, is_behind) in [(Some(1), true), (Some(0), false), (None, true)] {
+        let mut states = [KeyState::default(), KeyState::default()];
+        let mut call = |caller: u64, index: usize, giver: Option<(Time, usize)>, now: Time| {
+            let mut batch = Batch::with_op(0, ops[index]);
+            batch.set_caller(caller, Time::ZERO);
+            if let Some((at, giver)) = giver {
+                batch.present_reservation(at, &ops[giver]);
+            }
+            batch::execute(&batch, &limits, &mut states[index..=index], now).list()[0]
+        };
+        call(1, 0, None, at(0));
+        assert_eq!(call(2, 0, None, at(0)).reserved_at, at(1000));
+        assert_eq!(call(3, 0, None, at(0)).reserved_at, at(2500));
+        // A reservation of the other limit, later than the end of the forfeit.
+        assert_eq!(call(2, 0, giver.map(|giver| (at(2000), giver)), at(2600)).reserved_at, at(4000));
+        let Usage::Reserved(reserved) = states[0].usage() else { panic!("no reservations") };
+        assert_eq!(reserved.queue.opens_to_forfeiters_at > Time::ZERO, is_behind, "{giver:?}");
+    }
 }
 
 /// A reservation that is honoured isn't unknown if another limit refuses the call.
@@ -389,7 +490,7 @@ fn reservations_of_different_costs_keep_the_rate() {
     check_limit(&kind, &admitted).unwrap();
 }
 
-/// A caller that gets in early keeps its reservation, and isn't barred if it doesn't use it.
+/// A caller that gets in early keeps its reservation, and doesn't forfeit it.
 #[test]
 fn an_early_admission_excuses_from_returning() {
     let window = LimitKind::Window(Window::new(2, Span::from_secs(1), 8).unwrap());
@@ -401,7 +502,7 @@ fn an_early_admission_excuses_from_returning() {
     assert_eq!(shared.call(5, 1, Time::ZERO, at(700)).reserved_at, at(2500));
     let early = shared.call(5, 1, at(2500), at(1650));
     assert_eq!((early.admission, early.reserved_at, shared.records()), (Admission::Admitted, Time::ZERO, 2));
-    // The fourth caller is barred, the fifth isn't.
+    // The fourth caller has forfeited, the fifth hasn't.
     shared.call(6, 1, Time::ZERO, at(9000));
     assert_eq!(shared.records(), 1);
 }
@@ -474,34 +575,56 @@ fn an_eager_caller_leaves_reservations_to_others() {
     assert!(served >= 90 && without <= served / 2, "{served} served, {without} refused without a reservation");
 }
 
-/// Callers that reserve and never come cost others at most the share, for one horizon in eleven.
+/// Callers that reserve and never come cost others less than the share in one horizon of eleven, however they ask again.
 #[test]
 fn forfeits_bound_the_cost_of_absent_callers() {
-    for share in [500_u16, 1000] {
-        let rules = rules(share, 900);
-        let mut shared = Shared::new(rate(10, 10), rules);
-        // As many as the share of one horizon has reservations for. They come back as often as they can.
-        let absent = 10 * 30 * u64::from(share) / 1000;
-        let cycle_secs = 30 * FORFEIT_HORIZONS;
-        let mut admitted = Vec::new();
-        for step in 0..cycle_secs * 10 {
-            let now = at(step * 100);
-            // The honest caller has no reservation, and takes what is free.
-            while shared.call(0, 1, Time::ZERO, now).admission == Admission::Admitted {
-                admitted.push(now);
+    let window = LimitKind::Window(Window::new(36, Span::from_secs(2), 64).unwrap());
+    let quota = LimitKind::Quota(Quota::new(36, Arc::new(FixedPeriods(Span::from_secs(2)))).unwrap());
+    for (kind, per_second) in [(rate(10, 10), 10), (window, 18), (quota, 18)] {
+        for share in [500_u16, 1000] {
+            // As many as the share of one horizon has reservations for.
+            let absent = per_second * 4 * u64::from(share) / 1000;
+            for asks in [Asks::Often, Asks::JustLate] {
+                let served = |absent| served_beside_absent_callers(&kind, share, absent, asks);
+                let (calm, attacked) = (served(0), served(absent));
+                let lost = 1.0 - f64::from(attacked) / f64::from(calm);
+                let bound = f64::from(share) / 1000.0 / 11.0;
+                assert!(lost <= bound, "{kind:?}, share {share}, {asks:?}: {lost:.4} of the calls, at most {bound:.4}");
             }
-            for caller in (1..=absent).filter(|_| step % 25 == 0) {
-                assert_eq!(shared.call(caller, 1, Time::NEVER, now).admission, Admission::Refused);
-            }
-        }
-        let fair = (cycle_secs * 10) as f64;
-        let lost = 1.0 - admitted.len() as f64 / fair;
-        let bound = f64::from(share) / 1000.0 / 11.0;
-        assert!(lost <= bound + 0.01, "share {share}: {lost:.3} of the calls, at most {bound:.3}");
-        for horizon in 1..FORFEIT_HORIZONS {
-            let start = at(horizon * 30_000 + 2_000);
-            let served = admitted.iter().filter(|at| at.since(start) < Span::from_secs(28) && **at >= start).count();
-            assert!(served >= 278, "share {share}, horizon {horizon}: {served}");
         }
     }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Asks {
+    /// Every 2.5 s.
+    Often,
+    /// 0.3 s after each grace.
+    JustLate,
+}
+
+/// The calls of others in three forfeit times of 132 s.
+fn served_beside_absent_callers(kind: &LimitKind, share: u16, absent: u64, asks: Asks) -> u32 {
+    let rules = ReservationRules::new(Span::from_secs(4), share, Span::from_millis(900)).unwrap();
+    let mut shared = Shared::new(kind.clone(), rules);
+    let mut due: BTreeMap<(Time, u64), ()> = (1..=absent).map(|caller| ((START, caller), ())).collect();
+    let mut served = 0;
+    for step in 0..3 * 4 * FORFEIT_HORIZONS * 10 {
+        let now = at(step * 100);
+        // The honest caller has no reservation, and takes what is free.
+        while shared.call(0, 1, Time::ZERO, now).admission == Admission::Admitted {
+            served += 1;
+        }
+        while let Some((&(due_at, caller), ())) = due.first_key_value().filter(|((due_at, _), ())| *due_at <= now) {
+            due.remove(&(due_at, caller));
+            let found = shared.call(caller, 1, Time::NEVER, now);
+            assert!(found.admission.refuses());
+            let again = match asks {
+                Asks::JustLate if found.reserved_at > now => found.reserved_at + Span::from_millis(1200),
+                _ => now + Span::from_millis(2500),
+            };
+            due.insert((again, caller), ());
+        }
+    }
+    served
 }

@@ -110,6 +110,42 @@ fn a_path_of_two_readings_has_a_reservation() {
     assert!(call("192.0.2.3", Some(&reservation.token)).by_reservation);
 }
 
+/// A call that two limits with reservations count: the token of one excuses from no forfeit of the other.
+#[test]
+fn a_token_excuses_from_no_forfeit_of_another_action() {
+    let two = r#"
+        [inbound.action.own]
+        match = { path = "/own/*" }
+        key = "path"
+        limit = "1/s burst 1"
+        reserve = { share = 1, grace = "400ms" }
+        [inbound.action.all]
+        match = { path = "/*" }
+        key = "action"
+        limit = "1/s burst 1"
+        reserve = { share = 1, grace = "400ms" }
+    "#;
+    let (gate, clock) = gate(two);
+    let call = |ip: &str, path, reservation: Option<&str>| {
+        let query = Query { ip: Some(ip.parse().unwrap()), path: Some(path), reservation, ..Query::default() };
+        gate.report(&gate.check_now(&query).unwrap())
+    };
+    // Two callers forfeit a reservation of the second limit.
+    assert!(call("192.0.2.1", "/", None).allowed);
+    for ip in ["192.0.2.2", "192.0.2.3"] {
+        assert!(call(ip, "/", None).reservation.is_some());
+    }
+    clock.advance(Span::from_secs(5));
+    assert!(call("192.0.2.1", "/own/y", None).allowed);
+    let token = call("192.0.2.2", "/own/y", None).reservation.unwrap().token;
+    clock.advance(Span::from_secs(1));
+    assert!(call("192.0.2.1", "/", None).allowed);
+    // The first limit admits it by the token. In the second, it is behind, and the other caller, too, gets no reservation then.
+    assert_eq!(call("192.0.2.2", "/own%2Fy", Some(&token)).reason, "reserved");
+    assert_eq!(call("192.0.2.3", "/", None).reservation, None);
+    assert!(call("192.0.2.4", "/", None).reservation.is_some());
+}
+
 #[test]
 fn other_limits_outrank_a_reservation() {
     let (gate, clock) = gate(SHARED);

@@ -1,6 +1,6 @@
 //! The decisions and changes of a limit with reservations.
 
-use super::{Reservation, ReservationQueue, ReservationRules, total_cost};
+use super::{Reservation, ReservationQueue, ReservationRules, Standing, total_cost};
 use crate::batch::{Admission, OpContext, Outcome};
 use crate::quota::QuotaUsage;
 use crate::rate::ArrivalTime;
@@ -219,7 +219,7 @@ impl ReservedUsage {
         let index = self.queue.of_caller(batch.caller).filter(|_| batch.caller != 0 && rules.is_kept)?;
         let Reservation { at, cost, .. } = self.queue.reservations[index];
         // A call without cost needs no room.
-        (!batch.reservation.is_never() && at <= now && (1..=cost).contains(&op.cost)).then_some(index)
+        (!context.presented().is_never() && at <= now && (1..=cost).contains(&op.cost)).then_some(index)
     }
 
     /// Evaluates a call.
@@ -271,6 +271,9 @@ impl ReservedUsage {
             (Some(index), _) => drop(self.queue.reservations.remove(index)),
             (None, _) => outcome.record_charge(op.cost),
         }
+        if batch.caller != 0 {
+            self.queue.pardon(batch.caller, op.cost);
+        }
         if let Some(index) = self.upcoming_of(batch.caller, now).filter(|_| used.is_none()) {
             let reservation = &mut self.queue.reservations[index];
             // A cheaper call isn't the one that was refused.
@@ -278,20 +281,34 @@ impl ReservedUsage {
         }
     }
 
-    /// Gives a caller that was just refused the next free instant, unless it has one, or is barred.
+    /// Gives a caller that was just refused the next free instant, unless it has one, or is behind and others were so lately.
     /// Returns true if it got one.
     pub(crate) fn reserve(&mut self, rules: &ReservationRules, context: &OpContext<'_>, outcome: &mut Outcome) -> bool {
         let &OpContext { op, limit, batch, now } = context;
-        let queue = &self.queue;
-        let may_reserve = batch.caller != 0 && op.cost > 0 && op.cost <= limit.kind().capacity();
-        if !may_reserve || queue.of_caller(batch.caller).is_some() || queue.is_barred(rules, &batch, now) {
+        let (queue, caller) = (&self.queue, batch.caller);
+        let may_reserve = caller != 0 && op.cost > 0 && op.cost <= limit.kind().capacity();
+        let standing = queue.standing(rules, context.presented(), caller, now);
+        let is_too_early = standing == Standing::Behind && now < queue.opens_to_forfeiters_at;
+        if !may_reserve || is_too_early || queue.of_caller(caller).is_some() {
             return false;
         }
         let Some(at) = self.next_instant(rules, limit.kind(), op.cost, now) else { return false };
-        if !self.queue.make_record_room() {
+        let queue = &mut self.queue;
+        if !queue.make_record_room() {
             return false;
         }
-        self.queue.add(rules, at, batch.caller, op.cost);
+        let ends_at = queue.add(rules, at, caller, op.cost);
+        match standing {
+            Standing::Good => {}
+            Standing::ToldLater => queue.forfeits.retain(|forfeit| forfeit.caller != caller),
+            Standing::Late => {
+                let own = queue.forfeits.iter_mut().find(|forfeit| forfeit.caller == caller);
+                own.into_iter().for_each(|forfeit| forfeit.was_late = true);
+            }
+            Standing::Behind => {
+                queue.opens_to_forfeiters_at = now + rules.wide_spacing(limit.kind(), op.cost, ends_at, now);
+            }
+        }
         outcome.retry_at = at;
         outcome.reserved_at = if rules.is_kept { at } else { Time::ZERO };
         outcome.reset_at = outcome.reset_at.max(at);

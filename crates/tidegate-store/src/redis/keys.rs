@@ -63,10 +63,11 @@ impl KeyNames {
         }
     }
 
-    /// Appends the name of the reservations of the state whose name begins at `start`. No state has it: it is longer.
+    /// Appends the name of the reservations of the state whose name begins at `start`. No state has it: it is longer. An
+    /// `r` at its end names the reservations of an earlier form, which are never read.
     pub(super) fn append_queue_name(start: usize, names: &mut Vec<u8>) {
         names.extend_from_within(start..);
-        names.push(b'r');
+        names.push(b'q');
     }
 
     /// Parses a script's message about a reset.

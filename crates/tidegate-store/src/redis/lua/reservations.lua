@@ -1,22 +1,24 @@
 -- core/reservation.rs. A queue has a key of its own, after those of the operations. Its value is the time until which it is
--- kept, `last_at`, `charged_until` and the number of reservations. Then come the reservations, 40 bytes each: instant,
--- caller, cost, end, and 1 if the caller is excused from returning; and the forfeits, 16 bytes each: end and caller.
+-- kept, `last_at`, `charged_until`, `opens_to_forfeiters_at` and the number of reservations. Then come the reservations, 40 bytes
+-- each: instant, caller, cost, end, and 1 if the caller is excused from returning; and the forfeits, 32 bytes each: end,
+-- caller, cost, and 1 if the caller was late.
 
-local RESERVATION_BYTES, FORFEIT_BYTES, QUEUE_HEADER_BYTES, NO_CALLER = 40, 16, 32, string.rep('\0', 8)
+local RESERVATION_BYTES, FORFEIT_BYTES, QUEUE_HEADER_BYTES, NO_CALLER = 40, 32, 40, string.rep('\0', 8)
 
 load_queue = function(op)
   -- `part` is the cost that may be reserved or, for a rate, the least time between the last reservation and this one.
   op.horizon, op.part, op.longest_spacing, op.burst_part, op.grace, op.is_kept, op.caller, op.presented =
     unpack('<ddddddc8d', bytes, op.rules_position)
-  local queue = { key = op.queue_key, reservations = '', forfeits = '', last_at = 0, charged_until = 0 }
+  local queue = { key = op.queue_key, reservations = '', forfeits = '', last_at = 0, charged_until = 0, opens_to_forfeiters_at = 0 }
   local value = call('GET', op.queue_key)
   if value then
     queue.exists = true
-    local kept_until, last_at, charged_until, count = unpack('<dddd', value)
+    local kept_until, last_at, charged_until, opens_to_forfeiters_at, count = unpack('<ddddd', value)
     local forfeits_from = QUEUE_HEADER_BYTES + count * RESERVATION_BYTES + 1
     -- A value of another program is replaced.
     if #value <= QUEUE_HEADER_BYTES + MAX_RECORDS * RESERVATION_BYTES and forfeits_from <= #value + 1 then
       queue.kept_until, queue.last_at, queue.charged_until = kept_until, last_at, charged_until
+      queue.opens_to_forfeiters_at = opens_to_forfeiters_at
       queue.reservations = string.sub(value, QUEUE_HEADER_BYTES + 1, forfeits_from - 1)
       queue.forfeits = string.sub(value, forfeits_from)
     end
@@ -47,29 +49,46 @@ end
 
 -- Returns the index of the first record of the caller, or nil. Its records have `size` bytes, of which the caller has the
 -- second eight.
-local function find_caller(op, records, size)
-  if op.caller == NO_CALLER then return nil end
+local function find_caller(caller, records, size)
+  if caller == NO_CALLER then return nil end
   local from = 1
   while true do
-    local position = string.find(records, op.caller, from, true)
+    local position = string.find(records, caller, from, true)
     if not position then return nil end
     if (position - 9) % size == 0 then return (position - 9) / size end
     from = position + 1
   end
 end
 
--- Returns the bytes of the forfeit of a reservation whose grace has ended. There are none if the caller is excused, or if no
--- room was kept.
-local function forfeit_of(at, caller, ends_at, is_excused)
-  if ends_at == at or is_excused == 1 then return '' end
-  return pack('<dc8', ends_at, caller)
+-- Returns the index of the caller's forfeit, or nil; and its end, its cost, and 1 if the caller was late.
+local function find_forfeit(queue, caller)
+  local index = find_caller(caller, queue.forfeits, FORFEIT_BYTES)
+  if not index then return nil end
+  local ended_at, _, cost, was_late = unpack('<dc8dd', queue.forfeits, index * FORFEIT_BYTES + 1)
+  return index, ended_at, cost, was_late
 end
 
--- Removes the first reservations, except those in `kept`, and adds these forfeits.
-local function remove_first(queue, count, kept, forfeits)
+-- Replaces a forfeit by these bytes.
+local function replace_forfeit(queue, index, replacement)
+  local before = index * FORFEIT_BYTES
+  queue.forfeits = string.sub(queue.forfeits, 1, before)
+    .. replacement
+    .. string.sub(queue.forfeits, before + FORFEIT_BYTES + 1)
+  queue.changed = true
+end
+
+-- Adds the forfeit of a reservation whose grace has ended. There is none if the caller is excused, or if no room was kept.
+local function forfeit(queue, at, caller, cost, ends_at, is_excused)
+  if ends_at == at or is_excused == 1 then return end
+  local index, _, most, was_late = find_forfeit(queue, caller)
+  if index then replace_forfeit(queue, index, '') end
+  queue.forfeits = queue.forfeits .. pack('<dc8dd', ends_at, caller, max(cost, most or 0), was_late or 0)
+end
+
+-- Removes the first reservations, except those in `kept`.
+local function remove_first(queue, count, kept)
   if count == 0 then return end
   queue.reservations = table.concat(kept) .. string.sub(queue.reservations, count * RESERVATION_BYTES + 1)
-  queue.forfeits = queue.forfeits .. table.concat(forfeits)
   queue.changed = true
 end
 
@@ -81,22 +100,40 @@ local function make_record_room(queue)
   return true
 end
 
--- Removes the forfeit of the caller.
-local function pardon(op)
-  local queue = op.queue
-  local index = find_caller(op, queue.forfeits, FORFEIT_BYTES)
-  if not index then return end
-  local before = index * FORFEIT_BYTES
-  queue.forfeits = string.sub(queue.forfeits, 1, before) .. string.sub(queue.forfeits, before + FORFEIT_BYTES + 1)
+local GOOD, LATE, TOLD_LATER, BEHIND = 0, 1, 2, 3
+
+-- Returns the right of the caller to a reservation.
+local function standing_of(op)
+  local index, ended_at, _, was_late = find_forfeit(op.queue, op.caller)
+  if not index or op.is_kept == 0 then return GOOD end
+  if op.presented > ended_at and op.presented <= now then return TOLD_LATER end
+  return ended_at + LATENESS > now and was_late == 0 and LATE or BEHIND
 end
 
-local function is_barred(op)
-  local index = find_caller(op, op.queue.forfeits, FORFEIT_BYTES)
-  if not index or op.is_kept == 0 then return false end
-  local ended_at = unpack('<d', op.queue.forfeits, index * FORFEIT_BYTES + 1)
-  -- A node that counted by itself may have told the caller a later instant.
-  local was_told_later = op.presented > ended_at and op.presented <= now
-  return ended_at + LATENESS <= now and not was_told_later
+-- Returns the time from now in which callers that are behind get no other reservation, after one of them got one until
+-- `ends_at`.
+local function wide_spacing(op, ends_at)
+  if op.kind == RATE then return op.part * FORFEIT_HORIZONS end
+  return min(ceil((ends_at - now) * FORFEIT_HORIZONS / max(op.part, 1)) * op.cost, NEVER)
+end
+
+-- Records what a caller has got by its standing: a reservation until `ends_at`.
+local function note_standing(op, standing, ends_at)
+  local queue = op.queue
+  if standing == BEHIND then
+    queue.opens_to_forfeiters_at = min(now + wide_spacing(op, ends_at), NEVER)
+    return
+  end
+  local index, ended_at, cost = find_forfeit(queue, op.caller)
+  if index then
+    replace_forfeit(queue, index, standing == LATE and pack('<dc8dd', ended_at, op.caller, cost, 1) or '')
+  end
+end
+
+-- Ends the forfeit of a caller that was just admitted, unless the call costs less.
+local function pardon(op)
+  local index, _, cost = find_forfeit(op.queue, op.caller)
+  if index and op.cost > 0 and op.cost >= cost then replace_forfeit(op.queue, index, '') end
 end
 
 local function refresh_queue(op)
@@ -130,23 +167,24 @@ local function refresh_queue(op)
   if ended > 1 then
     queue.forfeits, queue.changed = string.sub(queue.forfeits, ended), true
   end
+  if queue.forfeits == '' then queue.opens_to_forfeiters_at = 0 end
 end
 
 -- Removes what has ended by now, up to `counted` after the grace for the calls that still count.
 local function remove_ended(op, counted)
-  local queue, index, kept, forfeits = op.queue, 0, {}, {}
+  local queue, index, kept = op.queue, 0, {}
   local count = count_reservations(queue)
   while index < count do
-    local at, caller, _, ends_at, is_excused = read_reservation(queue, index)
+    local at, caller, cost, ends_at, is_excused = read_reservation(queue, index)
     if ends_at > now then break end
     if caller ~= NO_CALLER then
-      forfeits[#forfeits + 1] = forfeit_of(at, caller, ends_at, is_excused)
+      forfeit(queue, at, caller, cost, ends_at, is_excused)
     elseif ends_at + counted > now then
       kept[#kept + 1] = string.sub(queue.reservations, index * RESERVATION_BYTES + 1, (index + 1) * RESERVATION_BYTES)
     end
     index = index + 1
   end
-  if #kept < index then remove_first(queue, index, kept, forfeits) end
+  if #kept < index then remove_first(queue, index, kept) end
 end
 
 -- Returns the cost of the reservations that may be used from `start` to `stop`.
@@ -212,7 +250,7 @@ end
 local function advance_rate(op, state)
   local queue = op.queue
   evaluate[RATE](op, state)
-  local held, charged, ended, forfeits = 0, 0, 0, {}
+  local held, charged, ended = 0, 0, 0
   local count = count_reservations(queue)
   while charged < count do
     local at, _, cost = read_reservation(queue, charged)
@@ -238,7 +276,7 @@ local function advance_rate(op, state)
       if state.tat_rest < 0 then state.tat, state.tat_rest = state.tat - 1, state.tat_rest + 1024 end
       if state.tat < ends_at then state.tat, state.tat_rest = ends_at, 0 end
       held, ended, state.changed = held - first_cost, ended + 1, true
-      forfeits[ended] = forfeit_of(first_at, caller, ends_at, is_excused)
+      forfeit(queue, first_at, caller, first_cost, ends_at, is_excused)
     elseif next_cost then
       hold(op, state, held, next_at)
       local time, rest = time_of_cost(op, next_cost)
@@ -251,7 +289,7 @@ local function advance_rate(op, state)
     end
   end
   hold(op, state, held, now)
-  remove_first(queue, ended, {}, forfeits)
+  remove_first(queue, ended, {})
 end
 
 -- Evaluates a call without a reservation. Sets `op.free_at` if it has no room.
@@ -322,7 +360,7 @@ evaluate_reserved = function(op, state)
   refresh_queue(op)
   local fits = evaluate_unreserved[op.kind](op, state)
   local free_at, reserved_at, is_admitted = fits and now or op.free_at, 0, fits
-  op.own = find_caller(op, op.queue.reservations, RESERVATION_BYTES)
+  op.own = find_caller(op.caller, op.queue.reservations, RESERVATION_BYTES)
   if op.own then
     local at, _, cost = read_reservation(op.queue, op.own)
     if op.is_kept == 1 and op.presented < NEVER and at <= now and op.cost > 0 and op.cost <= cost then
@@ -341,6 +379,7 @@ evaluate_reserved = function(op, state)
 end
 
 charge_reserved = function(op, state)
+  pardon(op)
   if not op.own then
     local at, caller, cost, ends_at
     if op.upcoming then
@@ -417,7 +456,9 @@ end
 reserve = function(op, state)
   local queue = op.queue
   if op.caller == NO_CALLER or op.cost == 0 or op.exceeds_capacity == 1 then return 0 end
-  if find_caller(op, queue.reservations, RESERVATION_BYTES) or is_barred(op) then return 0 end
+  if find_caller(op.caller, queue.reservations, RESERVATION_BYTES) then return 0 end
+  local standing = standing_of(op)
+  if standing == BEHIND and now < queue.opens_to_forfeiters_at then return 0 end
   local at = next_instant[op.kind](op, state)
   if not at then return 0 end
   at = max(at, queue.last_at)
@@ -428,7 +469,7 @@ reserve = function(op, state)
     ends_at = max(ends_at, last_ends_at)
   end
   queue.reservations = queue.reservations .. pack('<dc8ddd', at, op.caller, op.cost, ends_at, 0)
-  pardon(op)
+  if standing ~= GOOD then note_standing(op, standing, ends_at) end
   queue.last_at, queue.changed = at, true
   return at
 end
@@ -447,6 +488,7 @@ save_queue = function(op)
     idle_at = max(idle_at, last_ended_at + op.horizon * FORFEIT_HORIZONS)
   end
   if queue.last_at > 0 and op.kind == RATE then idle_at = max(idle_at, queue.last_at + op.longest_spacing) end
-  local value = pack('<ddd', queue.last_at, queue.charged_until, count) .. queue.reservations .. queue.forfeits
+  local value = pack('<dddd', queue.last_at, queue.charged_until, queue.opens_to_forfeiters_at, count)
+    .. queue.reservations .. queue.forfeits
   write_or_delete(queue, idle_at, value)
 end
