@@ -25,6 +25,7 @@ pub use reserved_usage::ReservedUsage;
 use thiserror::Error;
 
 use crate::quota::Period;
+use crate::rate::ArrivalTime;
 use crate::{LimitKind, PER_MILLE, Rate, Span, Time};
 
 /// The largest number of reservations and forfeits of one key. At the bound, the oldest forfeits are forgotten;
@@ -131,13 +132,12 @@ impl ReservationRules {
     /// The time from now in which callers that are behind get no other reservation, after one of them got one of `cost` until
     /// `ends_at`: the time in which that is their part of what is set aside.
     fn wide_spacing(&self, kind: &LimitKind, cost: u64, ends_at: Time, now: Time) -> Span {
-        let times = if let LimitKind::Rate(rate) = kind {
+        if let LimitKind::Rate(rate) = kind {
             return self.spacing(rate, cost).times(FORFEIT_HORIZONS);
-        } else {
-            ends_at.since(now).times(FORFEIT_HORIZONS)
-        };
+        }
+        let (times, part) = (ends_at.since(now).times(FORFEIT_HORIZONS), self.part_of(kind.capacity()).max(1));
         // A whole number for each unit of the cost, so that all stores find the same.
-        Span::from_micros(times.as_micros().div_ceil(self.part_of(kind.capacity()).max(1))).times(cost)
+        Span::from_micros(times.as_micros().div_ceil(part)).times(cost)
     }
 
     /// The least time between a rate's reservation of `cost` and the one before it.
@@ -201,6 +201,10 @@ pub struct ReservationQueue {
     pub last_at: Time,
     /// The instant of the last reservation that a rate is charged for.
     pub charged_until: Time,
+    /// The number of reservations before those that a rate's burst can hold at once.
+    pub passed: usize,
+    /// The arrival time of a rate if those come as late as they may.
+    pub passed_until: ArrivalTime,
 }
 
 impl ReservationQueue {
@@ -245,12 +249,14 @@ impl ReservationQueue {
     fn refresh(&mut self, rules: &ReservationRules, now: Time) {
         if self.reservations.first().is_some_and(|first| (first.ends_at > first.at) != rules.is_kept) {
             self.reservations.clear();
+            self.forget_passed();
         }
         let latest = now + rules.horizon.times(2);
         if self.last_at > latest {
             self.reservations.truncate(self.reservations.partition_point(|reservation| reservation.at <= latest));
             self.last_at = self.reservations.last().map_or(now, |last| last.at);
             self.charged_until = self.charged_until.min(self.last_at);
+            self.forget_passed();
         }
         if self.forfeits.last().is_some_and(|forfeit| forfeit.ended_at > latest) {
             self.forfeits.clear();
@@ -260,6 +266,33 @@ impl ReservationQueue {
         if self.forfeits.is_empty() {
             self.opens_to_forfeiters_at = Time::ZERO;
         }
+    }
+
+    fn forget_passed(&mut self) {
+        (self.passed, self.passed_until) = (0, ArrivalTime::default());
+    }
+
+    /// The values of [`Self::passed`] and [`Self::passed_until`] before another reservation of `cost`, and the part of a burst's
+    /// `part` that is free beside it and those that aren't passed.
+    fn passed_before(&self, rate: &Rate, part: u64, cost: u64) -> (usize, ArrivalTime, u64) {
+        let (mut passed, mut until) = (self.passed, self.passed_until);
+        let mut together = total_cost(&self.reservations[passed..]).saturating_add(cost);
+        while let Some(earlier) = self.reservations.get(passed).filter(|_| together > part) {
+            until = rate.charge_at(until, earlier.cost, earlier.ends_at);
+            together -= earlier.cost;
+            passed += 1;
+        }
+        (passed, until, part.saturating_sub(together))
+    }
+
+    fn remove(&mut self, index: usize) -> Reservation {
+        if index < self.passed {
+            self.passed -= 1;
+            if self.passed == 0 {
+                self.forget_passed();
+            }
+        }
+        self.reservations.remove(index)
     }
 
     /// Adds a reservation. Returns its end.
@@ -273,7 +306,7 @@ impl ReservationQueue {
 
     /// Removes the reservation at this index, whose grace has ended.
     fn forfeit(&mut self, index: usize) {
-        let Reservation { at, ends_at, caller, cost, is_excused } = self.reservations.remove(index);
+        let Reservation { at, ends_at, caller, cost, is_excused } = self.remove(index);
         if ends_at > at && !is_excused {
             let earlier = self.forfeits.iter().position(|forfeit| forfeit.caller == caller);
             let earlier = earlier.map(|earlier| self.forfeits.remove(earlier));
@@ -290,7 +323,7 @@ impl ReservationQueue {
         {
             match caller {
                 0 if ends_at + counted > now => index += 1,
-                0 => drop(self.reservations.remove(index)),
+                0 => drop(self.remove(index)),
                 _ => self.forfeit(index),
             }
         }

@@ -82,8 +82,7 @@ fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
             }
         }
         Usage::Reserved(reserved) => {
-            let ReservationQueue { reservations, forfeits, opens_to_forfeiters_at, last_at, charged_until } =
-                &reserved.queue;
+            let ReservationQueue { reservations, forfeits, last_at, charged_until, .. } = &reserved.queue;
             bytes.push(VERSION | RESERVED);
             write_time(bytes, *last_at);
             write_time(bytes, *charged_until);
@@ -104,7 +103,9 @@ fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
                 write_number(bytes, *cost);
                 bytes.push(u8::from(*was_late));
             }
-            write_time(bytes, *opens_to_forfeiters_at);
+            write_time(bytes, reserved.queue.opens_to_forfeiters_at);
+            write_number(bytes, reserved.queue.passed as u64);
+            write_number(bytes, reserved.queue.passed_until.to_bits());
             write_usage(bytes, &reserved.usage);
         }
         Usage::Rate(arrival) => {
@@ -248,6 +249,8 @@ impl StateDecoder<'_> {
         }
         if has_costs {
             queue.opens_to_forfeiters_at = self.time()?;
+            queue.passed = usize::try_from(self.number()?).ok().filter(|count| *count <= queue.reservations.len())?;
+            queue.passed_until = ArrivalTime::from_bits(self.number()?);
         }
         Some(queue)
     }

@@ -382,7 +382,7 @@ fn states_without_costs_of_forfeits_are_read() {
     assert_eq!((&*reserved.queue.forfeits, reserved.queue.last_at), (&[forfeit][..], Time::from_micros(5)));
     let mut bytes = Vec::new();
     state.encode(&mut bytes);
-    assert_eq!(bytes, [0x19, 5, 3, 0, 1, 7, 9, 0, 0, 0, 0x10]);
+    assert_eq!(bytes, [0x19, 5, 3, 0, 1, 7, 9, 0, 0, 0, 0, 0, 0x10]);
 }
 
 /// A cheaper call isn't the one that was forfeited.

@@ -160,14 +160,10 @@ impl ReservedUsage {
                 let free_at = rate.retry_at(self.arrival(), cost, now);
                 let after_last = if last_at > Time::ZERO { last_at + rules.spacing(rate, cost) } else { now };
                 let mut at = free_at.max(after_last);
-                let mut together = cost;
-                for earlier in self.queue.reservations.iter().rev().take_while(|_| rules.is_kept) {
-                    together = together.saturating_add(earlier.cost);
-                    if together > part {
-                        // The burst can't hold all of them at once.
-                        let excess = rate.cost_units(together - part);
-                        at = at.max(earlier.ends_at + Rate::units_to_span(excess));
-                    }
+                if rules.is_kept {
+                    // The burst can't hold all of them at once.
+                    let (_, until, free) = self.queue.passed_before(rate, part, cost);
+                    at = at.max(rate.refund_at(until, free, Time::ZERO).idle_at());
                 }
                 at
             }
@@ -268,7 +264,7 @@ impl ReservedUsage {
         match (used, limit.kind()) {
             // A reservation counts as used before.
             (Some(index), LimitKind::Window(_)) => self.queue.reservations[index].caller = 0,
-            (Some(index), _) => drop(self.queue.reservations.remove(index)),
+            (Some(index), _) => drop(self.queue.remove(index)),
             (None, _) => outcome.record_charge(op.cost),
         }
         if batch.caller != 0 {
@@ -296,6 +292,12 @@ impl ReservedUsage {
         let queue = &mut self.queue;
         if !queue.make_record_room() {
             return false;
+        }
+        if let LimitKind::Rate(rate) = limit.kind()
+            && rules.is_kept
+        {
+            let part = rules.part_of_burst(rate.burst());
+            (queue.passed, queue.passed_until, _) = queue.passed_before(rate, part, op.cost);
         }
         let ends_at = queue.add(rules, at, caller, op.cost);
         match standing {

@@ -9,5 +9,6 @@ mod connection;
 mod equivalence;
 mod nodes;
 mod outages;
+mod reservations;
 mod rights;
 mod shares;

@@ -1,102 +1,247 @@
--- core/reservation.rs. A queue has a key of its own, after those of the operations. Its value is the time until which it is
--- kept, `last_at`, `charged_until`, `opens_to_forfeiters_at` and the number of reservations. Then come the reservations, 40 bytes
--- each: instant, caller, cost, end, and 1 if the caller is excused from returning; and the forfeits, 32 bytes each: end,
--- caller, cost, and 1 if the caller was late.
+-- core/reservation.rs. A queue has a key of its own, after those of the operations: a hash, of which a decision reads and writes
+-- only what it needs, however many reservations there are. Its fields:
+--
+-- - `q`: the header (`HEADER_FIELDS`).
+-- - A number: the reservation of this number, and the numbers of the ones before and after it. 0 means none.
+-- - `c` and a caller: the number of its reservation.
+-- - `f` and a caller: its forfeit, and the callers of the ones before and after it.
+--
+-- A mark divides the reservations: `number` is the first one behind it, or 0, and `sum` the cost of those before. It is kept, so
+-- that the next decision finds it near its place. Which reservations are before a mark depends on the kind of the limit:
+--
+-- - RATE: for the first mark those that the rate is charged for, for the second those that are passed.
+-- - WINDOW: those that have ended, and those that must end before the next one.
+-- - QUOTA: those whose instants are before the end of the period, and those that end by then.
 
-local RESERVATION_BYTES, FORFEIT_BYTES, QUEUE_HEADER_BYTES, NO_CALLER = 40, 32, 40, string.rep('\0', 8)
+local HEADER_FORMAT, RESERVATION_FORMAT, FORFEIT_FORMAT = '<dddddddddddddddddddc8c8', '<dc8ddddd', '<dddc8c8'
+local HEADER_BYTES, NO_CALLER = 168, string.rep('\0', 8)
 
+local function number_field(number)
+  return pack('<d', number)
+end
+
+local function read_reservation(value)
+  local at, caller, cost, ends_at, is_excused, before, after = unpack(RESERVATION_FORMAT, value)
+  return { at = at, caller = caller, cost = cost, ends_at = ends_at, is_excused = is_excused, before = before, after = after }
+end
+
+local function read_forfeit(value)
+  local ended_at, cost, was_late, before, after = unpack(FORFEIT_FORMAT, value)
+  return { ended_at = ended_at, cost = cost, was_late = was_late, before = before, after = after }
+end
+
+-- Reads the header.
 load_queue = function(op)
   -- `part` is the cost that may be reserved or, for a rate, the least time between the last reservation and this one.
   op.horizon, op.part, op.longest_spacing, op.burst_part, op.grace, op.is_kept, op.caller, op.presented =
     unpack('<ddddddc8d', bytes, op.rules_position)
-  local queue = { key = op.queue_key, reservations = '', forfeits = '', last_at = 0, charged_until = 0, opens_to_forfeiters_at = 0 }
-  local value = call('GET', op.queue_key)
-  if value then
-    queue.exists = true
-    local kept_until, last_at, charged_until, opens_to_forfeiters_at, count = unpack('<ddddd', value)
-    local forfeits_from = QUEUE_HEADER_BYTES + count * RESERVATION_BYTES + 1
+  local queue = {
+    key = op.queue_key, last_at = 0, charged_until = 0, opens_to_forfeiters_at = 0, next_number = 1, first = 0, last = 0,
+    count = 0, total = 0, forfeit_count = 0, passed_until = 0, passed_rest = 0, part = 0, window = 0, mixed_until = 0,
+    first_forfeit = NO_CALLER, last_forfeit = NO_CALLER, marks = { { number = 0, sum = 0 }, { number = 0, sum = 0 } },
+    reservations = {}, numbers = {}, forfeits = {}, edits = {},
+  }
+  op.queue = queue
+  local header = redis.pcall('HGET', queue.key, 'q')
+  if type(header) == 'table' and string.sub(header.err, 1, 9) ~= 'WRONGTYPE' then call('HGET', queue.key, 'q') end
+  if not header then return end
+  if #header ~= HEADER_BYTES then
     -- A value of another program is replaced.
-    if #value <= QUEUE_HEADER_BYTES + MAX_RECORDS * RESERVATION_BYTES and forfeits_from <= #value + 1 then
-      queue.kept_until, queue.last_at, queue.charged_until = kept_until, last_at, charged_until
-      queue.opens_to_forfeiters_at = opens_to_forfeiters_at
-      queue.reservations = string.sub(value, QUEUE_HEADER_BYTES + 1, forfeits_from - 1)
-      queue.forfeits = string.sub(value, forfeits_from)
+    queue.is_foreign = true
+    return
+  end
+  local first, second = queue.marks[1], queue.marks[2]
+  queue.exists = true
+  queue.kept_until, queue.last_at, queue.charged_until, queue.opens_to_forfeiters_at, queue.next_number, queue.first,
+    queue.last, queue.count, queue.total, queue.forfeit_count, first.number, first.sum, second.number, second.sum,
+    queue.passed_until, queue.passed_rest, queue.part, queue.window, queue.mixed_until, queue.first_forfeit,
+    queue.last_forfeit = unpack(HEADER_FORMAT, header)
+end
+
+-- Returns the reservation of this number, or nil.
+local function reservation_of(queue, number)
+  if number == 0 then return nil end
+  local found = queue.reservations[number]
+  if found == nil then
+    local value = call('HGET', queue.key, number_field(number))
+    found = value and read_reservation(value) or false
+    queue.reservations[number] = found
+  end
+  return found or nil
+end
+
+-- Returns the number of the caller's reservation, or nil.
+local function number_of(queue, caller)
+  if caller == NO_CALLER or queue.count == 0 then return nil end
+  local found = queue.numbers[caller]
+  if found == nil then
+    local value = call('HGET', queue.key, 'c' .. caller)
+    found = value and unpack('<d', value) or false
+    queue.numbers[caller] = found
+  end
+  return found or nil
+end
+
+-- Returns the caller's forfeit, or nil.
+local function forfeit_of(queue, caller)
+  if caller == NO_CALLER or queue.forfeit_count == 0 then return nil end
+  local found = queue.forfeits[caller]
+  if found == nil then
+    local value = call('HGET', queue.key, 'f' .. caller)
+    found = value and read_forfeit(value) or false
+    queue.forfeits[caller] = found
+  end
+  return found or nil
+end
+
+local function edit_reservation(queue, number, reservation)
+  queue.reservations[number], queue.edits[number_field(number)] = reservation, true
+  queue.changed = true
+end
+
+local function edit_forfeit(queue, caller, forfeit)
+  queue.forfeits[caller], queue.edits['f' .. caller] = forfeit, true
+  queue.changed = true
+end
+
+local function edit_number(queue, caller, number)
+  if caller == NO_CALLER then return end
+  queue.numbers[caller], queue.edits['c' .. caller] = number, true
+  queue.changed = true
+end
+
+local function forget_passed(queue)
+  queue.passed_until, queue.passed_rest, queue.changed = 0, 0, true
+end
+
+local function remove_reservation(op, number)
+  local queue = op.queue
+  local removed = reservation_of(queue, number)
+  local before, after = reservation_of(queue, removed.before), reservation_of(queue, removed.after)
+  if before then
+    before.after = removed.after
+    edit_reservation(queue, removed.before, before)
+  else
+    queue.first = removed.after
+  end
+  if after then
+    after.before = removed.before
+    edit_reservation(queue, removed.after, after)
+  else
+    queue.last = removed.before
+  end
+  for _, mark in ipairs(queue.marks) do
+    if mark.number == number then
+      mark.number = removed.after
+    elseif mark.number == 0 or number < mark.number then
+      mark.sum = mark.sum - removed.cost
     end
   end
-  op.queue = queue
+  if op.kind == RATE and queue.marks[2].sum == 0 then forget_passed(queue) end
+  queue.count, queue.total = queue.count - 1, queue.total - removed.cost
+  edit_number(queue, removed.caller, false)
+  edit_reservation(queue, number, false)
 end
 
-local function count_reservations(queue)
-  return #queue.reservations / RESERVATION_BYTES
-end
-
-local function read_reservation(queue, index)
-  return unpack('<dc8ddd', queue.reservations, index * RESERVATION_BYTES + 1)
-end
-
-local function read_last_reservation(queue)
-  return read_reservation(queue, count_reservations(queue) - 1)
-end
-
--- Replaces a reservation by these bytes.
-local function replace_reservation(queue, index, replacement)
-  local before = index * RESERVATION_BYTES
-  queue.reservations = string.sub(queue.reservations, 1, before)
-    .. replacement
-    .. string.sub(queue.reservations, before + RESERVATION_BYTES + 1)
-  queue.changed = true
-end
-
--- Returns the index of the first record of the caller, or nil. Its records have `size` bytes, of which the caller has the
--- second eight.
-local function find_caller(caller, records, size)
-  if caller == NO_CALLER then return nil end
-  local from = 1
-  while true do
-    local position = string.find(records, caller, from, true)
-    if not position then return nil end
-    if (position - 9) % size == 0 then return (position - 9) / size end
-    from = position + 1
+local function add_reservation(queue, at, caller, cost, ends_at)
+  local number = queue.next_number
+  local last = reservation_of(queue, queue.last)
+  if last then
+    last.after = number
+    edit_reservation(queue, queue.last, last)
+  else
+    queue.first = number
   end
+  local added = { at = at, caller = caller, cost = cost, ends_at = ends_at, is_excused = 0, before = queue.last, after = 0 }
+  edit_reservation(queue, number, added)
+  edit_number(queue, caller, number)
+  for _, mark in ipairs(queue.marks) do
+    if mark.number == 0 then mark.number = number end
+  end
+  queue.last, queue.next_number, queue.last_at = number, number + 1, at
+  queue.count, queue.total = queue.count + 1, queue.total + cost
 end
 
--- Returns the index of the caller's forfeit, or nil; and its end, its cost, and 1 if the caller was late.
-local function find_forfeit(queue, caller)
-  local index = find_caller(caller, queue.forfeits, FORFEIT_BYTES)
-  if not index then return nil end
-  local ended_at, _, cost, was_late = unpack('<dc8dd', queue.forfeits, index * FORFEIT_BYTES + 1)
-  return index, ended_at, cost, was_late
+-- Moves a mark until `is_before` is true for the reservations before it and no others. It gets the reservation and the cost of
+-- those before that.
+local function seek(queue, mark, is_before)
+  local start = mark.number
+  while true do
+    local reservation = reservation_of(queue, mark.number)
+    if not (reservation and is_before(reservation, mark.sum)) then break end
+    mark.number, mark.sum = reservation.after, mark.sum + reservation.cost
+  end
+  while mark.sum > 0 do
+    local behind = reservation_of(queue, mark.number)
+    local number = behind and behind.before or queue.last
+    local reservation = reservation_of(queue, number)
+    if not reservation or is_before(reservation, mark.sum - reservation.cost) then break end
+    mark.number, mark.sum = number, mark.sum - reservation.cost
+  end
+  if mark.number ~= start then queue.changed = true end
+  return mark
 end
 
--- Replaces a forfeit by these bytes.
-local function replace_forfeit(queue, index, replacement)
-  local before = index * FORFEIT_BYTES
-  queue.forfeits = string.sub(queue.forfeits, 1, before)
-    .. replacement
-    .. string.sub(queue.forfeits, before + FORFEIT_BYTES + 1)
-  queue.changed = true
+local function copy_mark(mark)
+  return { number = mark.number, sum = mark.sum }
 end
 
--- Adds the forfeit of a reservation whose grace has ended. There is none if the caller is excused, or if no room was kept.
-local function forfeit(queue, at, caller, cost, ends_at, is_excused)
-  if ends_at == at or is_excused == 1 then return end
-  local index, _, most, was_late = find_forfeit(queue, caller)
-  if index then replace_forfeit(queue, index, '') end
-  queue.forfeits = queue.forfeits .. pack('<dc8dd', ends_at, caller, max(cost, most or 0), was_late or 0)
+-- Returns the last reservation before a mark, or nil.
+local function last_before(queue, mark)
+  local behind = reservation_of(queue, mark.number)
+  return reservation_of(queue, behind and behind.before or queue.last)
 end
 
--- Removes the first reservations, except those in `kept`.
-local function remove_first(queue, count, kept)
-  if count == 0 then return end
-  queue.reservations = table.concat(kept) .. string.sub(queue.reservations, count * RESERVATION_BYTES + 1)
-  queue.changed = true
+local function remove_forfeit(queue, caller)
+  local removed = forfeit_of(queue, caller)
+  if not removed then return end
+  local before, after = forfeit_of(queue, removed.before), forfeit_of(queue, removed.after)
+  if before then
+    before.after = removed.after
+    edit_forfeit(queue, removed.before, before)
+  else
+    queue.first_forfeit = removed.after
+  end
+  if after then
+    after.before = removed.before
+    edit_forfeit(queue, removed.after, after)
+  else
+    queue.last_forfeit = removed.before
+  end
+  queue.forfeit_count = queue.forfeit_count - 1
+  edit_forfeit(queue, caller, false)
+end
+
+-- Removes a reservation whose grace has ended. Its caller forfeits, unless it is excused, or no room was kept.
+local function forfeit(op, number)
+  local queue = op.queue
+  local ended = reservation_of(queue, number)
+  remove_reservation(op, number)
+  if ended.ends_at == ended.at or ended.is_excused == 1 then return end
+  local earlier = forfeit_of(queue, ended.caller)
+  remove_forfeit(queue, ended.caller)
+  local last = forfeit_of(queue, queue.last_forfeit)
+  if last then
+    last.after = ended.caller
+    edit_forfeit(queue, queue.last_forfeit, last)
+  else
+    queue.first_forfeit = ended.caller
+  end
+  edit_forfeit(queue, ended.caller, {
+    ended_at = ended.ends_at,
+    cost = max(ended.cost, earlier and earlier.cost or 0),
+    was_late = earlier and earlier.was_late or 0,
+    before = queue.last_forfeit,
+    after = NO_CALLER,
+  })
+  queue.last_forfeit, queue.forfeit_count = ended.caller, queue.forfeit_count + 1
 end
 
 -- Forgets the oldest forfeit if there is no room for another record. Returns false if there is none to forget.
 local function make_record_room(queue)
-  if count_reservations(queue) + #queue.forfeits / FORFEIT_BYTES < MAX_RECORDS then return true end
-  if queue.forfeits == '' then return false end
-  queue.forfeits = string.sub(queue.forfeits, FORFEIT_BYTES + 1)
+  if queue.count + queue.forfeit_count < MAX_RECORDS then return true end
+  if queue.forfeit_count == 0 then return false end
+  remove_forfeit(queue, queue.first_forfeit)
   return true
 end
 
@@ -104,10 +249,10 @@ local GOOD, LATE, TOLD_LATER, BEHIND = 0, 1, 2, 3
 
 -- Returns the right of the caller to a reservation.
 local function standing_of(op)
-  local index, ended_at, _, was_late = find_forfeit(op.queue, op.caller)
-  if not index or op.is_kept == 0 then return GOOD end
-  if op.presented > ended_at and op.presented <= now then return TOLD_LATER end
-  return ended_at + LATENESS > now and was_late == 0 and LATE or BEHIND
+  local found = forfeit_of(op.queue, op.caller)
+  if not found or op.is_kept == 0 then return GOOD end
+  if op.presented > found.ended_at and op.presented <= now then return TOLD_LATER end
+  return found.ended_at + LATENESS > now and found.was_late == 0 and LATE or BEHIND
 end
 
 -- Returns the time from now in which callers that are behind get no other reservation, after one of them got one until
@@ -122,108 +267,116 @@ local function note_standing(op, standing, ends_at)
   local queue = op.queue
   if standing == BEHIND then
     queue.opens_to_forfeiters_at = min(now + wide_spacing(op, ends_at), NEVER)
-    return
-  end
-  local index, ended_at, cost = find_forfeit(queue, op.caller)
-  if index then
-    replace_forfeit(queue, index, standing == LATE and pack('<dc8dd', ended_at, op.caller, cost, 1) or '')
+  elseif standing == TOLD_LATER then
+    remove_forfeit(queue, op.caller)
+  elseif standing == LATE then
+    local own = forfeit_of(queue, op.caller)
+    if own then
+      own.was_late = 1
+      edit_forfeit(queue, op.caller, own)
+    end
   end
 end
 
 -- Ends the forfeit of a caller that was just admitted, unless the call costs less.
 local function pardon(op)
-  local index, _, cost = find_forfeit(op.queue, op.caller)
-  if index and op.cost > 0 and op.cost >= cost then replace_forfeit(op.queue, index, '') end
+  local found = forfeit_of(op.queue, op.caller)
+  if found and op.cost > 0 and op.cost >= found.cost then remove_forfeit(op.queue, op.caller) end
 end
 
 local function refresh_queue(op)
   local queue = op.queue
-  if queue.reservations ~= '' then
-    local at, _, _, ends_at = read_reservation(queue, 0)
-    if (ends_at > at) ~= (op.is_kept == 1) then
-      queue.reservations, queue.changed = '', true
+  local first = reservation_of(queue, queue.first)
+  if first and (first.ends_at > first.at) ~= (op.is_kept == 1) then
+    while queue.first ~= 0 do
+      remove_reservation(op, queue.first)
     end
   end
   local latest = now + op.horizon * 2
   if queue.last_at > latest then
-    local count = count_reservations(queue)
-    while count > 0 and read_reservation(queue, count - 1) > latest do
-      count = count - 1
+    local last = reservation_of(queue, queue.last)
+    while last and last.at > latest do
+      remove_reservation(op, queue.last)
+      last = reservation_of(queue, queue.last)
     end
-    queue.reservations = string.sub(queue.reservations, 1, count * RESERVATION_BYTES)
-    queue.last_at = count > 0 and read_last_reservation(queue) or now
+    queue.last_at = last and last.at or now
     queue.charged_until, queue.changed = min(queue.charged_until, queue.last_at), true
-  end
-  if queue.forfeits ~= '' then
-    if unpack('<d', queue.forfeits, #queue.forfeits - FORFEIT_BYTES + 1) > latest then
-      queue.forfeits, queue.changed = '', true
+    if op.kind == RATE then
+      queue.marks[2] = { number = queue.first, sum = 0 }
+      forget_passed(queue)
     end
   end
-  local ended = 1
+  local last_forfeit = forfeit_of(queue, queue.last_forfeit)
+  if last_forfeit and last_forfeit.ended_at > latest then
+    while queue.forfeit_count > 0 do
+      remove_forfeit(queue, queue.first_forfeit)
+    end
+  end
   local oldest = now - op.horizon * FORFEIT_HORIZONS
-  while ended < #queue.forfeits and unpack('<d', queue.forfeits, ended) <= oldest do
-    ended = ended + FORFEIT_BYTES
+  while true do
+    local found = forfeit_of(queue, queue.first_forfeit)
+    if not found or found.ended_at > oldest then break end
+    remove_forfeit(queue, queue.first_forfeit)
   end
-  if ended > 1 then
-    queue.forfeits, queue.changed = string.sub(queue.forfeits, ended), true
-  end
-  if queue.forfeits == '' then queue.opens_to_forfeiters_at = 0 end
+  if queue.forfeit_count == 0 then queue.opens_to_forfeiters_at = 0 end
 end
 
--- Removes what has ended by now, up to `counted` after the grace for the calls that still count.
-local function remove_ended(op, counted)
-  local queue, index, kept = op.queue, 0, {}
-  local count = count_reservations(queue)
-  while index < count do
-    local at, caller, cost, ends_at, is_excused = read_reservation(queue, index)
-    if ends_at > now then break end
-    if caller ~= NO_CALLER then
-      forfeit(queue, at, caller, cost, ends_at, is_excused)
-    elseif ends_at + counted > now then
-      kept[#kept + 1] = string.sub(queue.reservations, index * RESERVATION_BYTES + 1, (index + 1) * RESERVATION_BYTES)
+-- Removes what has ended by now.
+local function remove_ended(op)
+  local queue = op.queue
+  local first = reservation_of(queue, queue.first)
+  while first and first.ends_at <= now do
+    forfeit(op, queue.first)
+    first = reservation_of(queue, queue.first)
+  end
+end
+
+-- The same for a window, in which calls that came by a reservation count for a window after its end.
+local function remove_ended_in_window(op)
+  local queue = op.queue
+  local mark = queue.marks[1]
+  while true do
+    local reservation = reservation_of(queue, mark.number)
+    if not reservation or reservation.ends_at > now then break end
+    if reservation.caller == NO_CALLER then
+      mark.number, mark.sum, queue.changed = reservation.after, mark.sum + reservation.cost, true
+    else
+      forfeit(op, mark.number)
     end
-    index = index + 1
   end
-  if #kept < index then remove_first(queue, index, kept) end
-end
-
--- Returns the cost of the reservations that may be used from `start` to `stop`.
-local function cost_between(queue, start, stop)
-  local total = 0
-  for index = 0, count_reservations(queue) - 1 do
-    local at, _, cost, ends_at = read_reservation(queue, index)
-    if at < stop and ends_at > start then total = total + cost end
+  while queue.first ~= mark.number do
+    if reservation_of(queue, queue.first).ends_at + op.window > now then break end
+    remove_reservation(op, queue.first)
   end
-  return total
-end
-
-local function total_cost(queue)
-  local total = 0
-  for index = 0, count_reservations(queue) - 1 do
-    local _, _, cost = read_reservation(queue, index)
-    total = total + cost
-  end
-  return total
 end
 
 -- Returns the cost that calls without a reservation leave free in a window: of all reservations, but not above the part,
 -- unless more of them may be used within one window because they were given by other rules.
 local function cost_in_window(op)
-  local queue, total = op.queue, total_cost(op.queue)
+  local queue = op.queue
   if op.is_kept == 0 then return 0 end
-  if total <= op.part then return total end
-  local following, together, most, count = 0, 0, op.part, count_reservations(queue)
-  for index = 0, count - 1 do
-    local _, _, first_cost, ends_at = read_reservation(queue, index)
-    while following < count do
-      local at, _, cost = read_reservation(queue, following)
-      if at >= ends_at + op.window then break end
-      together, following = together + cost, following + 1
+  if queue.total <= op.part then return queue.total end
+  -- While all were given by these rules, no more than the part may be used within one window.
+  if now >= queue.mixed_until then return op.part end
+  local following, together, most = reservation_of(queue, queue.first), 0, op.part
+  local first = following
+  while first do
+    while following and following.at < first.ends_at + op.window do
+      together, following = together + following.cost, reservation_of(queue, following.after)
     end
     most = max(most, together)
-    together = together - first_cost
+    together, first = together - first.cost, reservation_of(queue, first.after)
   end
-  return min(most, total)
+  return min(most, queue.total)
+end
+
+-- Notes until when there are reservations that were given by other rules.
+local function note_rules(op)
+  local queue = op.queue
+  if queue.part == op.part and queue.window == op.window then return end
+  local last = reservation_of(queue, queue.last)
+  if last then queue.mixed_until = max(queue.mixed_until, last.ends_at + max(op.window, queue.window)) end
+  queue.part, queue.window, queue.changed = op.part, op.window, true
 end
 
 -- Returns the time of a cost as microseconds and the units beyond them.
@@ -250,46 +403,31 @@ end
 local function advance_rate(op, state)
   local queue = op.queue
   evaluate[RATE](op, state)
-  local held, charged, ended = 0, 0, 0
-  local count = count_reservations(queue)
-  while charged < count do
-    local at, _, cost = read_reservation(queue, charged)
-    if at > queue.charged_until then break end
-    held, charged = held + cost, charged + 1
-  end
+  local charged = seek(queue, queue.marks[1], function(reservation) return reservation.at <= queue.charged_until end)
   while true do
-    local next_at, next_cost = now, nil
-    if charged < count then
-      local at, _, cost = read_reservation(queue, charged)
-      if at <= now then
-        next_at, next_cost = at, cost
-      end
-    end
-    local first_at, caller, first_cost, ends_at, is_excused
-    if ended < count then
-      first_at, caller, first_cost, ends_at, is_excused = read_reservation(queue, ended)
-    end
-    if ends_at and ends_at <= next_at then
-      hold(op, state, held, ends_at)
-      local time, rest = time_of_cost(op, first_cost)
+    local following = reservation_of(queue, charged.number)
+    local next_at = following and following.at <= now and following.at
+    local first = reservation_of(queue, queue.first)
+    if first and first.ends_at <= (next_at or now) then
+      hold(op, state, charged.sum, first.ends_at)
+      local time, rest = time_of_cost(op, first.cost)
       state.tat, state.tat_rest = state.tat - time, state.tat_rest - rest
       if state.tat_rest < 0 then state.tat, state.tat_rest = state.tat - 1, state.tat_rest + 1024 end
-      if state.tat < ends_at then state.tat, state.tat_rest = ends_at, 0 end
-      held, ended, state.changed = held - first_cost, ended + 1, true
-      forfeit(queue, first_at, caller, first_cost, ends_at, is_excused)
-    elseif next_cost then
-      hold(op, state, held, next_at)
-      local time, rest = time_of_cost(op, next_cost)
+      if state.tat < first.ends_at then state.tat, state.tat_rest = first.ends_at, 0 end
+      state.changed = true
+      forfeit(op, queue.first)
+    elseif next_at then
+      hold(op, state, charged.sum, next_at)
+      local time, rest = time_of_cost(op, following.cost)
       if state.tat < next_at then state.tat, state.tat_rest = next_at, 0 end
       state.tat, state.tat_rest = add(state.tat, state.tat_rest, time, rest)
-      held, charged, state.changed = held + next_cost, charged + 1, true
-      queue.charged_until, queue.changed = next_at, true
+      charged.number, charged.sum = following.after, charged.sum + following.cost
+      queue.charged_until, queue.changed, state.changed = next_at, true, true
     else
       break
     end
   end
-  hold(op, state, held, now)
-  remove_first(queue, ended, {})
+  hold(op, state, charged.sum, now)
 end
 
 -- Evaluates a call without a reservation. Sets `op.free_at` if it has no room.
@@ -299,26 +437,23 @@ evaluate_unreserved[RATE] = function(op, state)
   if op.is_kept == 1 then
     advance_rate(op, state)
   else
-    remove_ended(op, 0)
+    remove_ended(op)
   end
   local queue = op.queue
   local fits = evaluate[RATE](op, state)
   op.held, op.reserved_until = 0, 0
-  local count = count_reservations(queue)
-  local first = 0
-  while first < count and read_reservation(queue, first) <= now do
-    first = first + 1
-  end
-  if op.is_kept == 0 or op.cost == 0 or first == count then return fits end
+  if op.is_kept == 0 or op.cost == 0 or queue.count == 0 then return fits end
+  local upcoming = seek(queue, copy_mark(queue.marks[1]), function(reservation) return reservation.at <= now end)
+  local first = reservation_of(queue, upcoming.number)
+  if not first then return fits end
   if fits then
-    local at, _, cost = read_reservation(queue, first)
     local tat, rest = current_tat(state)
     tat, rest = add(tat, rest, op.cost_time, op.cost_rest)
-    if tat < at then tat, rest = at, 0 end
-    tat, rest = add(tat, rest, time_of_cost(op, cost))
-    if not is_later(tat, rest, at + op.refill, op.refill_rest) then return true end
+    if tat < first.at then tat, rest = first.at, 0 end
+    tat, rest = add(tat, rest, time_of_cost(op, first.cost))
+    if not is_later(tat, rest, first.at + op.refill, op.refill_rest) then return true end
   end
-  local last_at = read_last_reservation(queue)
+  local last_at = reservation_of(queue, queue.last).at
   op.free_at = max(fits and now or op.free_at, min(last_at + ceil_time_of_cost(op, op.cost), NEVER))
   return false
 end
@@ -338,37 +473,38 @@ end
 evaluate_unreserved[WINDOW] = function(op, state)
   local queue = op.queue
   evaluate[WINDOW](op, state)
-  remove_ended(op, op.window)
-  op.reserved_until = 0
-  if queue.reservations ~= '' then
-    local _, _, _, ends_at = read_last_reservation(queue)
-    op.reserved_until = ends_at + op.window
-  end
+  remove_ended_in_window(op)
+  note_rules(op)
+  local last = reservation_of(queue, queue.last)
+  op.reserved_until = last and last.ends_at + op.window or 0
   return evaluate_with_held(op, state, cost_in_window(op), op.reserved_until)
 end
 
 evaluate_unreserved[QUOTA] = function(op, state)
-  remove_ended(op, 0)
+  local queue = op.queue
+  remove_ended(op)
   op.reserved_until = 0
-  local held = op.is_kept == 1 and cost_between(op.queue, op.period_start, op.period_end) or 0
-  return evaluate_with_held(op, state, held, op.period_end)
+  -- None has ended before the period.
+  local used = seek(queue, queue.marks[1], function(reservation) return reservation.at < op.period_end end)
+  return evaluate_with_held(op, state, op.is_kept * used.sum, op.period_end)
 end
 
 -- Returns true if the call has room, by its reservation or without one. `op.found` tells both, the time of the room, the
 -- caller's reservation, what is kept for others, and until when.
 evaluate_reserved = function(op, state)
+  local queue = op.queue
   refresh_queue(op)
   local fits = evaluate_unreserved[op.kind](op, state)
   local free_at, reserved_at, is_admitted = fits and now or op.free_at, 0, fits
-  op.own = find_caller(op.caller, op.queue.reservations, RESERVATION_BYTES)
-  if op.own then
-    local at, _, cost = read_reservation(op.queue, op.own)
-    if op.is_kept == 1 and op.presented < NEVER and at <= now and op.cost > 0 and op.cost <= cost then
-      free_at, reserved_at, is_admitted = now, at, true
-    else
-      if at > now then op.upcoming = op.own end
-      op.own = nil
-      if not fits and op.upcoming then
+  local number = number_of(queue, op.caller)
+  if number then
+    local reservation = reservation_of(queue, number)
+    local at = reservation.at
+    if op.is_kept == 1 and op.presented < NEVER and at <= now and op.cost > 0 and op.cost <= reservation.cost then
+      op.own, free_at, reserved_at, is_admitted = number, now, at, true
+    elseif at > now then
+      op.upcoming = number
+      if not fits then
         free_at, reserved_at = at, op.is_kept * at
       end
     end
@@ -379,23 +515,24 @@ evaluate_reserved = function(op, state)
 end
 
 charge_reserved = function(op, state)
+  local queue = op.queue
   pardon(op)
   if not op.own then
-    local at, caller, cost, ends_at
-    if op.upcoming then
-      at, caller, cost, ends_at = read_reservation(op.queue, op.upcoming)
-    end
+    local upcoming = op.upcoming and reservation_of(queue, op.upcoming)
     -- A cheaper call isn't the one that was refused.
-    if op.upcoming and op.cost >= cost then
-      replace_reservation(op.queue, op.upcoming, pack('<dc8ddd', at, caller, cost, ends_at, 1))
+    if upcoming and op.cost >= upcoming.cost and upcoming.is_excused == 0 then
+      upcoming.is_excused = 1
+      edit_reservation(queue, op.upcoming, upcoming)
     end
     charge[op.kind](op, state)
     state.changed = true
   elseif op.kind == WINDOW then
-    local at, _, cost, ends_at, is_excused = read_reservation(op.queue, op.own)
-    replace_reservation(op.queue, op.own, pack('<dc8ddd', at, NO_CALLER, cost, ends_at, is_excused))
+    local used = reservation_of(queue, op.own)
+    edit_number(queue, used.caller, false)
+    used.caller = NO_CALLER
+    edit_reservation(queue, op.own, used)
   else
-    replace_reservation(op.queue, op.own, '')
+    remove_reservation(op, op.own)
     if op.kind == QUOTA then
       charge[QUOTA](op, state)
       state.changed = true
@@ -412,6 +549,20 @@ local function time_of_room(op, state, cost)
   return at
 end
 
+-- Passes the reservations that a burst can't hold together with the next one.
+local function passed_before(op)
+  local queue = op.queue
+  local passed = copy_mark(queue.marks[2])
+  passed.time, passed.rest = queue.passed_until, queue.passed_rest
+  while queue.total - passed.sum + op.cost > op.burst_part do
+    local reservation = reservation_of(queue, passed.number)
+    if passed.time < reservation.ends_at then passed.time, passed.rest = reservation.ends_at, 0 end
+    passed.time, passed.rest = add(passed.time, passed.rest, time_of_cost(op, reservation.cost))
+    passed.number, passed.sum = reservation.after, passed.sum + reservation.cost
+  end
+  return passed
+end
+
 local next_instant = {}
 
 next_instant[RATE] = function(op, state)
@@ -419,76 +570,111 @@ next_instant[RATE] = function(op, state)
   if op.is_kept == 1 and op.cost > op.burst_part then return nil end
   local at = time_of_room(op, state, op.cost)
   if queue.last_at > 0 then at = max(at, queue.last_at + op.part) end
-  local together, index = op.cost, count_reservations(queue) - 1
-  while op.is_kept == 1 and index >= 0 do
-    local _, _, cost, ends_at = read_reservation(queue, index)
-    together = together + cost
-    if together > op.burst_part then at = max(at, ends_at + ceil_time_of_cost(op, together - op.burst_part)) end
-    index = index - 1
+  if op.is_kept == 1 then
+    local passed = passed_before(op)
+    local time, rest = time_of_cost(op, op.burst_part - (queue.total - passed.sum) - op.cost)
+    at, op.passed = max(at, passed.time - time + (passed.rest > rest and 1 or 0)), passed
   end
   return at
 end
 
 next_instant[WINDOW] = function(op, state)
   local queue = op.queue
-  local reserved = total_cost(queue) + op.cost
+  local reserved = queue.total + op.cost
   if op.is_kept == 0 then
     local ahead, limit = reserved - 1, max(op.limit, 1)
     return time_of_room(op, state, ahead % limit + 1) + op.window * floor(ahead / limit)
   end
   if op.cost > op.part then return nil end
-  local excess, index, free_at = reserved - op.part, 0, now
-  while excess > 0 and index < count_reservations(queue) do
-    local _, _, cost, ends_at = read_reservation(queue, index)
-    excess, index, free_at = excess - cost, index + 1, ends_at + op.window
-  end
+  local mark = seek(queue, queue.marks[2], function(_, sum) return reserved - sum > op.part end)
+  local last = mark.sum > 0 and last_before(queue, mark)
   local together = min(reserved, max(op.part, cost_in_window(op)))
-  return max(time_of_room(op, state, together), free_at)
+  return max(time_of_room(op, state, together), last and last.ends_at + op.window or now)
 end
 
 next_instant[QUOTA] = function(op)
-  local reserved = cost_between(op.queue, op.period_end, op.next_period_end)
-  if op.queue.last_at > op.period_end or op.is_kept == 1 and reserved + op.cost > op.part then return nil end
+  local queue = op.queue
+  local before_next = seek(queue, { number = 0, sum = queue.total }, function(reservation)
+    return reservation.at < op.next_period_end
+  end)
+  local ended = seek(queue, queue.marks[2], function(reservation) return reservation.ends_at <= op.period_end end)
+  local reserved = before_next.sum - ended.sum
+  if queue.last_at > op.period_end or op.is_kept == 1 and reserved + op.cost > op.part then return nil end
   return op.period_end
 end
 
 -- Gives the refused caller the next free instant. Returns it, or 0.
 reserve = function(op, state)
   local queue = op.queue
-  if op.caller == NO_CALLER or op.cost == 0 or op.exceeds_capacity == 1 then return 0 end
-  if find_caller(op.caller, queue.reservations, RESERVATION_BYTES) then return 0 end
+  if op.caller == NO_CALLER or op.cost == 0 or op.exceeds_capacity == 1 or number_of(queue, op.caller) then return 0 end
   local standing = standing_of(op)
   if standing == BEHIND and now < queue.opens_to_forfeiters_at then return 0 end
   local at = next_instant[op.kind](op, state)
   if not at then return 0 end
   at = max(at, queue.last_at)
   if at <= now or at - now > op.horizon or not make_record_room(queue) then return 0 end
-  local ends_at = at + op.is_kept * op.grace
-  if queue.reservations ~= '' then
-    local _, _, _, last_ends_at = read_last_reservation(queue)
-    ends_at = max(ends_at, last_ends_at)
+  if op.passed then
+    queue.marks[2] = { number = op.passed.number, sum = op.passed.sum }
+    queue.passed_until, queue.passed_rest = op.passed.time, op.passed.rest
   end
-  queue.reservations = queue.reservations .. pack('<dc8ddd', at, op.caller, op.cost, ends_at, 0)
-  if standing ~= GOOD then note_standing(op, standing, ends_at) end
-  queue.last_at, queue.changed = at, true
+  local ends_at = at + op.is_kept * op.grace
+  local last = reservation_of(queue, queue.last)
+  if last then ends_at = max(ends_at, last.ends_at) end
+  add_reservation(queue, at, op.caller, op.cost, ends_at)
+  note_standing(op, standing, ends_at)
   return at
+end
+
+-- Returns the value of an edited field, or nil if it is removed.
+local function value_of(queue, field)
+  if #field == 8 then
+    local found = queue.reservations[unpack('<d', field)]
+    return found
+      and pack(RESERVATION_FORMAT, found.at, found.caller, found.cost, found.ends_at, found.is_excused, found.before, found.after)
+  end
+  local caller = string.sub(field, 2)
+  if string.sub(field, 1, 1) == 'c' then
+    local number = queue.numbers[caller]
+    return number and pack('<d', number)
+  end
+  local found = queue.forfeits[caller]
+  return found and pack(FORFEIT_FORMAT, found.ended_at, found.cost, found.was_late, found.before, found.after)
 end
 
 save_queue = function(op)
   local queue = op.queue
   if not queue.changed then return end
-  local idle_at, count = queue.last_at, count_reservations(queue)
-  if count > 0 then
-    local _, _, _, ends_at = read_last_reservation(queue)
-    idle_at = max(idle_at, ends_at + op.is_kept * op.horizon * FORFEIT_HORIZONS)
-    if op.kind == WINDOW then idle_at = max(idle_at, ends_at + op.window) end
+  local idle_at = queue.last_at
+  local last, last_forfeit = reservation_of(queue, queue.last), forfeit_of(queue, queue.last_forfeit)
+  if last then
+    idle_at = max(idle_at, last.ends_at + op.is_kept * op.horizon * FORFEIT_HORIZONS)
+    if op.kind == WINDOW then idle_at = max(idle_at, last.ends_at + op.window) end
   end
-  if queue.forfeits ~= '' then
-    local last_ended_at = unpack('<d', queue.forfeits, #queue.forfeits - FORFEIT_BYTES + 1)
-    idle_at = max(idle_at, last_ended_at + op.horizon * FORFEIT_HORIZONS)
-  end
+  if last_forfeit then idle_at = max(idle_at, last_forfeit.ended_at + op.horizon * FORFEIT_HORIZONS) end
   if queue.last_at > 0 and op.kind == RATE then idle_at = max(idle_at, queue.last_at + op.longest_spacing) end
-  local value = pack('<dddd', queue.last_at, queue.charged_until, queue.opens_to_forfeiters_at, count)
-    .. queue.reservations .. queue.forfeits
-  write_or_delete(queue, idle_at, value)
+  if queue.is_foreign or queue.exists and idle_at <= now then call('DEL', queue.key) end
+  if idle_at <= now then return end
+  local expires = extend_expiry(queue, min(idle_at, NEVER))
+  local first, second = queue.marks[1], queue.marks[2]
+  local header = pack(HEADER_FORMAT, queue.kept_until, queue.last_at, queue.charged_until, queue.opens_to_forfeiters_at,
+    queue.next_number, queue.first, queue.last, queue.count, queue.total, queue.forfeit_count, first.number, first.sum,
+    second.number, second.sum, queue.passed_until, queue.passed_rest, queue.part, queue.window, queue.mixed_until,
+    queue.first_forfeit, queue.last_forfeit)
+  local fields, values, count = { 'q' }, { header }, 1
+  for field in pairs(queue.edits) do
+    local value = value_of(queue, field)
+    if value then
+      count = count + 1
+      fields[count], values[count] = field, value
+    else
+      call('HDEL', queue.key, field)
+    end
+  end
+  -- Four in one call, because calls are the larger part of the cost. The last field fills up the rest.
+  for index = 1, count, 4 do
+    local second, third, fourth = min(index + 1, count), min(index + 2, count), min(index + 3, count)
+    call('HSET', queue.key, fields[index], values[index], fields[second], values[second], fields[third], values[third],
+      fields[fourth], values[fourth])
+  end
+  if expires then call('PEXPIRE', queue.key, expires) end
 end
