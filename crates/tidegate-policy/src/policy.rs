@@ -177,14 +177,22 @@ impl Policy {
         let timeouts = InboundTimeouts { connect: inbound.timeouts.connect, ..fixed.timeouts };
         keep("inbound.timeouts", &mut inbound.timeouts, timeouts, &mut differ);
         keep("api.listen", &mut self.api.listen, present.api.listen.clone(), &mut differ);
+        let (per_client, fixed) = (&mut self.api.connections_per_client, present.api.connections_per_client);
+        keep("api.connections_per_client", per_client, fixed, &mut differ);
         keep("api.compat", &mut self.api.compat, present.api.compat.clone(), &mut differ);
         keep("admin.listen", &mut self.admin.listen, present.admin.listen.clone(), &mut differ);
+        let (per_client, fixed) = (&mut self.admin.connections_per_client, present.admin.connections_per_client);
+        keep("admin.connections_per_client", per_client, fixed, &mut differ);
         keep("admin.metrics", &mut self.admin.metrics, present.admin.metrics, &mut differ);
         keep("admin.history_bytes", &mut self.admin.history_bytes, present.admin.history_bytes, &mut differ);
         let log = LogConfig { access: self.log.access, ..present.log };
         keep("log", &mut self.log, log, &mut differ);
         match (&mut self.rls, &present.rls) {
-            (Some(rls), Some(fixed)) => keep("rls.listen", &mut rls.listen, fixed.listen.clone(), &mut differ),
+            (Some(rls), Some(fixed)) => {
+                keep("rls.listen", &mut rls.listen, fixed.listen.clone(), &mut differ);
+                let per_client = &mut rls.connections_per_client;
+                keep("rls.connections_per_client", per_client, fixed.connections_per_client, &mut differ);
+            }
             (None, None) => {}
             (rls, fixed) => {
                 rls.clone_from(fixed);
@@ -192,7 +200,11 @@ impl Policy {
             }
         }
         match (&mut self.resp, &present.resp) {
-            (Some(resp), Some(fixed)) => keep("resp.listen", &mut resp.listen, fixed.listen.clone(), &mut differ),
+            (Some(resp), Some(fixed)) => {
+                keep("resp.listen", &mut resp.listen, fixed.listen.clone(), &mut differ);
+                let per_client = &mut resp.connections_per_client;
+                keep("resp.connections_per_client", per_client, fixed.connections_per_client, &mut differ);
+            }
             (None, None) => {}
             (resp, fixed) => {
                 resp.clone_from(fixed);

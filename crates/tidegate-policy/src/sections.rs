@@ -169,6 +169,9 @@ pub struct ApiConfig {
     /// names may send requests, too. Any other request is refused, unless it carries the token or is a forward-auth
     /// request.
     pub hosts: Vec<String>,
+    /// The most connections open at once from one client address. Loopback and trusted proxies are not counted. Default
+    /// 512, half of all; `None` for `"off"`.
+    pub connections_per_client: Option<usize>,
     /// True if forward-auth is served. Default true, unless a request can meet a limit on calls in flight
     /// ([`Plan::requests_meet_concurrency`](crate::Plan::requests_meet_concurrency)), which forward-auth can't keep.
     pub forward_auth: bool,
@@ -207,6 +210,9 @@ pub struct RlsConfig {
     pub listen: ListenConfig,
     /// The bearer token that callers must send. Required beyond loopback, unless clients need a certificate.
     pub token: Option<SecretSource>,
+    /// The most connections open at once from one client address. Loopback and trusted proxies are not counted. Default
+    /// 512, half of all; `None` for `"off"`.
+    pub connections_per_client: Option<usize>,
     /// The files with limits in the format of Envoy's ratelimit service, and the directories whose YAML files are read.
     pub files: Vec<PathBuf>,
     /// True if several files may have one domain. Default false.
@@ -264,6 +270,9 @@ pub struct RespConfig {
     pub listen: ListenConfig,
     /// The password that callers must give with `AUTH`. Required beyond loopback, unless clients need a certificate.
     pub token: Option<SecretSource>,
+    /// The most connections open at once from one client address. Loopback and trusted proxies are not counted. Default
+    /// 8,192, half of all; `None` for `"off"`.
+    pub connections_per_client: Option<usize>,
 }
 
 /// `[admin]`: health, metrics, the state and changes to it.
@@ -278,6 +287,9 @@ pub struct AdminConfig {
     pub tokens: Vec<NamedToken>,
     /// The same as [`ApiConfig::hosts`].
     pub hosts: Vec<String>,
+    /// The most connections open at once from one client address. Loopback and trusted proxies are not counted. Default
+    /// 32, half of all; `None` for `"off"`.
+    pub connections_per_client: Option<usize>,
     /// True to count requests and calls, and to answer `/metrics`. Default true.
     pub metrics: bool,
     /// The maximum memory for the requests of the last hour, over which other limits can be tried, in bytes. `None`

@@ -104,6 +104,13 @@ pub(crate) struct ClientSlot {
     client: IpAddr,
 }
 
+impl ClientSlot {
+    /// The address by which the client is counted.
+    pub(crate) fn client(&self) -> IpAddr {
+        self.client
+    }
+}
+
 impl Drop for ClientSlot {
     fn drop(&mut self) {
         let mut state = self.limit.state.lock();

@@ -99,7 +99,10 @@ impl<S: ConnectionService> ClientConnection<S> {
         if self.watch.is_aborted() {
             return true;
         }
+        let is_displaced = self.watch.is_ended_for(EndReason::Displaced);
         match self.watch.phase() {
+            // The request waits for its client, and its place is needed.
+            ConnectionPhase::Upload if is_displaced => true,
             // The current request answers with 408 or 504. HTTP/1.1 has no streams.
             ConnectionPhase::Deciding
             | ConnectionPhase::Upload
@@ -111,7 +114,6 @@ impl<S: ConnectionService> ClientConnection<S> {
             ConnectionPhase::Head => {
                 let Some(parts) = self.take_parts().filter(|parts| !parts.read_buf.is_empty()) else { return true };
                 let (mut stream, _) = parts.io.into_inner().into_parts();
-                let is_displaced = self.watch.is_ended_for(EndReason::Displaced);
                 let too_many = is_displaced || self.watch.is_ended_for(EndReason::HeadBytes);
                 let error = if too_many { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
                 if let Some(reason) = RejectionReason::of_head_error(error) {

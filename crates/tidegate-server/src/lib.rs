@@ -132,6 +132,7 @@ use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
 use crate::dashboard::{Sessions, sign_in_limiter};
+use crate::descriptors::{ConnectionCap, ConnectionCaps};
 use crate::events::{ProviderEventPublisher, server_events};
 use crate::fleet::FleetView;
 use crate::listener::{ConnectionHandler, HttpHandler, Listener, ListenerConfig};
@@ -391,7 +392,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             }
             None => None,
         };
-        let configs = ListenerConfigs { policy: &engine.policy };
+        let configs = ListenerConfigs { policy: &engine.policy, caps: ConnectionCaps::of(&engine.policy) };
         let (log, refusals) = (&parts.access_log, &parts.refusals);
         let (inbound, proxy) = open_http("inbound", Some(configs.inbound()), states.proxy, log, refusals)?.unzip();
         let (outbound, gateway) = open_http("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
@@ -437,6 +438,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
 /// The limits of the listeners that a policy opens.
 struct ListenerConfigs<'p> {
     policy: &'p Policy,
+    caps: ConnectionCaps,
 }
 
 impl ListenerConfigs<'_> {
@@ -446,46 +448,50 @@ impl ListenerConfigs<'_> {
         let config = ListenerConfig {
             header_bytes: caps.header_bytes,
             headers: caps.headers,
-            ..self.forwarding(&inbound.listen, caps.connections.max(1) as usize, caps.connections_per_client)
+            forwards: true,
+            ..self.limits(&inbound.listen, self.caps.inbound, caps.connections_per_client)
         };
         (&inbound.listen, config)
     }
 
     fn outbound(&self) -> Option<(&ListenConfig, ListenerConfig)> {
         let outbound = self.policy.outbound()?;
-        let (listen, per_client) = (&outbound.listen, outbound.connections_per_client);
-        Some((listen, self.forwarding(listen, outbound.connections, per_client)))
+        let limits = self.limits(&outbound.listen, self.caps.outbound, outbound.connections_per_client);
+        Some((&outbound.listen, ListenerConfig { forwards: true, ..limits }))
     }
 
     fn api(&self) -> (&ListenConfig, ListenerConfig) {
-        let listen = &self.policy.api().listen;
-        (listen, self.internal(listen, API_CONNECTIONS))
+        let api = self.policy.api();
+        (&api.listen, self.limits(&api.listen, self.caps.api, api.connections_per_client))
     }
 
     fn rls(&self) -> Option<(&ListenConfig, ListenerConfig)> {
-        let listen = &self.policy.rls()?.listen;
-        Some((listen, self.internal(listen, RLS_CONNECTIONS)))
+        let rls = self.policy.rls()?;
+        Some((&rls.listen, self.limits(&rls.listen, self.caps.rls, rls.connections_per_client)))
     }
 
     fn resp(&self) -> Option<(&ListenConfig, ListenerConfig)> {
-        let listen = &self.policy.resp()?.listen;
-        let mut config = self.internal(listen, RESP_CONNECTIONS);
+        let resp = self.policy.resp()?;
+        let mut config = self.limits(&resp.listen, self.caps.resp, resp.connections_per_client);
         // Pools of clients keep connections for as long as they like, as with Redis.
         config.timeouts.idle = MAX_IDLE;
-        Some((listen, config))
+        Some((&resp.listen, config))
     }
 
     fn admin(&self) -> (&ListenConfig, ListenerConfig) {
-        let listen = &self.policy.admin().listen;
-        (listen, self.internal(listen, ADMIN_CONNECTIONS))
+        let admin = self.policy.admin();
+        (&admin.listen, self.limits(&admin.listen, self.caps.admin, admin.connections_per_client))
     }
 
     /// The limits of a listener that answers by itself.
-    fn internal(&self, listen: &ListenConfig, connections: usize) -> ListenerConfig {
-        let InboundConfig { timeouts, caps, .. } = self.policy.inbound();
+    fn limits(&self, listen: &ListenConfig, cap: ConnectionCap, per_client: Option<usize>) -> ListenerConfig {
+        let InboundConfig { timeouts, caps, forwarding, .. } = self.policy.inbound();
+        let ipv6_prefix = self.policy.plan().ipv6_prefix();
+        let client_limit =
+            per_client.map(|most| ClientLimit::new(cap.of_client(most), ipv6_prefix, forwarding.trusted.clone()));
         ListenerConfig {
-            connections,
-            client_limit: None,
+            connections: cap.connections,
+            client_limit,
             header_bytes: INTERNAL_HEADER_BYTES,
             headers: listener::DEFAULT_MAX_HEADERS,
             timeouts: *timeouts,
@@ -497,14 +503,6 @@ impl ListenerConfigs<'_> {
                 http2: listen.http2,
             },
         }
-    }
-
-    /// The limits of a listener that forwards requests.
-    fn forwarding(&self, listen: &ListenConfig, connections: usize, per_client: Option<usize>) -> ListenerConfig {
-        let trusted = &self.policy.inbound().forwarding.trusted;
-        let client_limit =
-            per_client.map(|most| ClientLimit::new(most, self.policy.plan().ipv6_prefix(), trusted.clone()));
-        ListenerConfig { client_limit, forwards: true, ..self.internal(listen, connections) }
     }
 }
 

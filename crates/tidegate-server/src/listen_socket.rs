@@ -16,8 +16,9 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
 use crate::stream::ClientStream;
 
-/// The maximum number of connections that wait to be accepted.
-const BACKLOG: i32 = 1024;
+/// The maximum number of connections that wait to be accepted, of which the system may allow fewer. Beyond it clients try
+/// again after a second, which a flood of connections would make them do.
+const BACKLOG: i32 = 4096;
 
 /// A listening socket.
 #[derive(Debug)]

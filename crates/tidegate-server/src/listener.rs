@@ -30,6 +30,13 @@ use crate::watchdog::{ConnectionEntry, ConnectionWatch, Watchdog};
 
 /// The pause before the next accept if the process has no free descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
+/// The pause after as many displacements as one scan finds. Without it, the connections of a flood would be accepted faster
+/// than they are read.
+const DISPLACEMENT_PAUSE: Duration = Duration::from_millis(1);
+/// The time that a displaced connection has to leave before another one is displaced.
+const DISPLACEMENT_TIME: Duration = Duration::from_millis(5);
+/// The pause before the next search for a connection to displace if all have a request in progress.
+const BUSY_RETRY_DELAY: Duration = Duration::from_millis(25);
 /// The smallest read buffer that the HTTP library accepts.
 const MIN_BUFFER_BYTES: usize = 8 << 10;
 
@@ -160,7 +167,7 @@ impl Listener {
     /// Accepts until `stop` ends, then the connections that were already waiting.
     pub(crate) async fn run(self, handler: Arc<impl ConnectionHandler>, stop: impl Future<Output = ()>) {
         let mut stop = std::pin::pin!(stop);
-        let (mut waiting, mut displaced) = (None, DisplacementQueue::default());
+        let (mut waiting, mut displaced) = (None, DisplacementQueue::new(self.starter.config.forwards));
         loop {
             tokio::select! {
                 biased;
@@ -207,9 +214,13 @@ impl Listener {
             // An earlier leave would otherwise be mistaken for that of the displaced connection.
             let _ = watchdog.connection_left.notified().now_or_never();
             if !self.starter.has_capacity() {
-                displaced.displace_one(watchdog);
-                // A connection that is busy now may be idle soon, but only leaves if it is displaced.
-                let _ = tokio::time::timeout(watchdog.tick, watchdog.connection_left.notified()).await;
+                if displaced.is_empty() {
+                    tokio::time::sleep(DISPLACEMENT_PAUSE).await;
+                }
+                // A displaced connection leaves at once, unless its request has just arrived. One that is busy may be idle
+                // soon, but only leaves if it is displaced.
+                let wait = if displaced.displace_one(watchdog) { DISPLACEMENT_TIME } else { BUSY_RETRY_DELAY };
+                let _ = tokio::time::timeout(wait, watchdog.connection_left.notified()).await;
             } else if let Some(accepted) = held.take() {
                 return accepted;
             }
@@ -277,8 +288,7 @@ impl ConnectionStarter {
         {
             return;
         }
-        let (watch, mut entry) = self.watchdog.add_connection();
-        entry.client_slot = client_slot;
+        let (watch, mut entry) = self.watchdog.add_connection(client_slot);
         if !self.config.preface.is_expected(&stream, address.ip()) {
             let opened = OpenedStream { stream, address, tls: None, is_http2: false };
             tokio::spawn(handler.serve(self, NewConnection { opened, watch, entry }));
@@ -291,7 +301,8 @@ impl ConnectionStarter {
             if preface.has_proxy_header(address.ip()) {
                 let Some(client) = reader.read_proxy_header(&mut stream, address).await else { return };
                 let Some(slot) = starter.client_slot(&stream, client) else { return };
-                (address, entry.client_slot) = (client, slot);
+                address = client;
+                entry.set_client(slot);
             }
             match reader.open(stream, address).await {
                 Some(Ok(opened)) if opened.is_http2 => {

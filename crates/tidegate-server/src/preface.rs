@@ -6,7 +6,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use http::StatusCode;
+use rustix::net::RecvFlags;
 use tidegate_policy::{Http2Mode, Networks, canonical_ip};
+use tokio::io::ReadBuf;
 
 use crate::http2;
 use crate::local_response::HttpError;
@@ -87,7 +89,10 @@ impl PrefaceReader<'_> {
     ) -> Option<Result<OpenedStream, PlainText>> {
         let Some(tls) = self.preface.tls_of(&stream) else {
             let is_http2 = match self.preface.http2 {
-                Http2Mode::Always => self.until_ended(stream.starts_with(http2::PREFACE_START)).await?,
+                Http2Mode::Always => {
+                    self.first_byte(&stream).await?;
+                    self.until_ended(stream.starts_with(http2::PREFACE_START)).await?
+                }
                 Http2Mode::Never | Http2Mode::Tls => false,
             };
             return Some(Ok(OpenedStream { stream, address, tls: None, is_http2 }));
@@ -107,7 +112,18 @@ impl PrefaceReader<'_> {
     /// Waits for the first byte, and leaves it in the stream. `None` if the client ends without one: health checks and
     /// browsers open connections that they don't use.
     async fn first_byte(&self, stream: &ClientStream) -> Option<u8> {
-        self.until_ended(stream.peek_byte()).await?
+        if let Some(byte) = self.until_ended(stream.peek_byte()).await {
+            return byte;
+        }
+        let mut byte = [0];
+        let mut buf = ReadBuf::new(&mut byte);
+        if !self.watch.is_aborted() {
+            stream.read_now(&mut buf, RecvFlags::PEEK);
+        }
+        buf.filled().first()?;
+        self.watch.note_received(0);
+        // The byte has arrived, but the runtime hasn't noticed it yet.
+        stream.peek_byte().await.ok()?
     }
 
     /// Waits for a part that is no failure if it doesn't come. `None` if it takes too long, or the connection ends.

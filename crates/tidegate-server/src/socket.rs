@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, ready};
 
 use http::StatusCode;
+use rustix::net::RecvFlags;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::framing::FramingTracker;
@@ -65,7 +66,19 @@ fn gather<'s>(pieces: &[io::IoSlice<'_>], buffer: &'s mut [u8; MAX_GATHERED_BYTE
 impl AsyncRead for ClientSocket {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
+        match Pin::new(&mut self.stream).poll_read(cx, buf) {
+            Poll::Ready(read) => read?,
+            Poll::Pending => {
+                self.watch.note_waiting();
+                if self.watch.must_end_phase() {
+                    // A request that has arrived isn't cut off.
+                    self.stream.read_now(buf, RecvFlags::empty());
+                }
+                if buf.filled().len() == before {
+                    return Poll::Pending;
+                }
+            }
+        }
         let bytes = &buf.filled()[before..];
         if !bytes.is_empty() {
             let this = &mut *self;

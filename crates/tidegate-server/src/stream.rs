@@ -15,6 +15,9 @@ use tokio_rustls::server::TlsStream;
 
 use crate::watchdog::ConnectionWatch;
 
+/// The most bytes that are read outside the runtime.
+const READ_NOW_BYTES: usize = 4 << 10;
+
 /// The stream of a client's connection.
 #[derive(Debug)]
 pub(crate) enum ClientStream {
@@ -48,6 +51,18 @@ impl ClientStream {
         let cx = &mut Context::from_waker(Waker::noop());
         let _ = Pin::new(&mut *self).poll_write(cx, bytes);
         let _ = Pin::new(self).poll_flush(cx);
+    }
+
+    /// Reads what has arrived, even if the runtime hasn't noticed it yet. With TLS nothing is read.
+    #[cold]
+    pub(crate) fn read_now(&self, buf: &mut ReadBuf<'_>, flags: RecvFlags) {
+        if let Self::Tcp(_) | Self::Unix(_) = self {
+            let mut bytes = [0; READ_NOW_BYTES];
+            let length = bytes.len().min(buf.remaining());
+            if let Ok((_, count)) = rustix::net::recv(self, &mut bytes[..length], flags | RecvFlags::DONTWAIT) {
+                buf.put_slice(&bytes[..count.min(length)]);
+            }
+        }
     }
 
     /// Waits for the first byte, and leaves it in the stream. `None` at the stream's end.

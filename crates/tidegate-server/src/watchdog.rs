@@ -8,9 +8,11 @@
 mod connection_watch;
 mod phase;
 
+use std::collections::HashSet;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU32, AtomicUsize};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -22,7 +24,7 @@ pub(crate) use self::connection_watch::{ConnectionWatch, Flag};
 use self::phase::{BODY_RATE_PERIOD, MAX_HEAD_BYTES, phase_timeout, tick_of, ticks};
 pub(crate) use self::phase::{ConnectionPhase, EndReason};
 use crate::client_limit::ClientSlot;
-use crate::displacement::displace_streams;
+use crate::displacement::{awaits_client, displace_streams};
 
 /// A connection's entry in its listener's list. Dropping it removes the entry.
 pub(crate) struct ConnectionEntry {
@@ -32,12 +34,22 @@ pub(crate) struct ConnectionEntry {
     pub(crate) client_slot: Option<ClientSlot>,
 }
 
+impl ConnectionEntry {
+    /// Notes the client of a connection whose first bytes name it.
+    pub(crate) fn set_client(&mut self, client_slot: Option<ClientSlot>) {
+        if let Some(open) = self.watchdog.connections.lock().get_mut(self.index) {
+            open.client = client_slot.as_ref().map(ClientSlot::client);
+        }
+        self.client_slot = client_slot;
+    }
+}
+
 impl Drop for ConnectionEntry {
     fn drop(&mut self) {
         let left = {
             let mut open = self.watchdog.connections.lock();
-            if let Some(watch) = open.try_remove(self.index) {
-                watch.finish_head();
+            if let Some(connection) = open.try_remove(self.index) {
+                connection.watch.finish_head();
             }
             open.len()
         };
@@ -60,6 +72,16 @@ impl Drop for StreamEntry {
     fn drop(&mut self) {
         self.watchdog.streams.lock().try_remove(self.index);
     }
+}
+
+/// An open connection of a listener.
+#[derive(Debug)]
+pub(crate) struct OpenConnection {
+    pub(crate) watch: Arc<ConnectionWatch>,
+    /// The number in the order of acceptance.
+    pub(crate) number: u64,
+    /// The address by which its client is counted, if it is.
+    pub(crate) client: Option<IpAddr>,
 }
 
 /// A stream of an HTTP/2 connection.
@@ -94,10 +116,13 @@ pub(crate) struct Watchdog {
     head_bytes: AtomicUsize,
     /// The minimum bytes of a body per number of ticks.
     body_rate: Option<(u64, u32)>,
-    pub(crate) connections: Mutex<Slab<Arc<ConnectionWatch>>>,
+    pub(crate) connections: Mutex<Slab<OpenConnection>>,
+    /// The number of connections so far.
+    accepted: AtomicU64,
     /// The requests of HTTP/2 connections.
     streams: Mutex<Slab<OpenStream>>,
-    max_streams: usize,
+    /// The maximum number of connections, and of streams.
+    max_connections: usize,
     not_empty: Notify,
     /// Notified when a connection leaves.
     pub(crate) connection_left: Notify,
@@ -129,25 +154,34 @@ impl Watchdog {
             head_bytes: AtomicUsize::new(0),
             body_rate,
             connections: Mutex::default(),
+            accepted: AtomicU64::new(0),
             streams: Mutex::default(),
-            max_streams: connections,
+            max_connections: connections,
             not_empty: Notify::new(),
             connection_left: Notify::new(),
             all_left: Notify::new(),
         })
     }
 
-    pub(crate) fn add_connection(self: &Arc<Self>) -> (Arc<ConnectionWatch>, ConnectionEntry) {
+    pub(crate) fn add_connection(
+        self: &Arc<Self>,
+        client_slot: Option<ClientSlot>,
+    ) -> (Arc<ConnectionWatch>, ConnectionEntry) {
         let watch = Arc::new(ConnectionWatch::new(Arc::clone(self), false));
+        let connection = OpenConnection {
+            watch: Arc::clone(&watch),
+            number: self.accepted.fetch_add(1, Relaxed),
+            client: client_slot.as_ref().map(ClientSlot::client),
+        };
         let (index, first) = {
             let mut open = self.connections.lock();
             let first = open.is_empty();
-            (open.insert(Arc::clone(&watch)), first)
+            (open.insert(connection), first)
         };
         if first {
             self.not_empty.notify_one();
         }
-        (watch, ConnectionEntry { watchdog: Arc::clone(self), index, client_slot: None })
+        (watch, ConnectionEntry { watchdog: Arc::clone(self), index, client_slot })
     }
 
     /// Adds a request of an HTTP/2 connection. Returns true if all streams together are within the listener's cap, which
@@ -160,8 +194,22 @@ impl Watchdog {
         let watch = Arc::new(ConnectionWatch::new(Arc::clone(self), true));
         let mut streams = self.streams.lock();
         let index = streams.insert(OpenStream { watch: Arc::clone(&watch), connection: Arc::clone(connection) });
-        let has_capacity = streams.len() <= self.max_streams || displace_streams(&streams, connection);
+        let has_capacity = streams.len() <= self.max_connections || displace_streams(&streams, connection);
         (watch, StreamEntry { watchdog: Arc::clone(self), index, client_slot: None }, has_capacity)
+    }
+
+    /// The HTTP/2 connections of which each stream waits for the client.
+    pub(crate) fn stalled_connections(&self) -> HashSet<*const ConnectionWatch> {
+        let streams = self.streams.lock();
+        let mut stalled: HashSet<_> = streams.iter().map(|(_, stream)| Arc::as_ptr(&stream.connection)).collect();
+        for (_, stream) in streams.iter().filter(|(_, stream)| !awaits_client(stream.watch.phase())) {
+            stalled.remove(&Arc::as_ptr(&stream.connection));
+        }
+        stalled
+    }
+
+    pub(crate) fn max_connections(&self) -> usize {
+        self.max_connections
     }
 
     pub(crate) fn current_tick(&self) -> u32 {
@@ -178,8 +226,8 @@ impl Watchdog {
     fn end_oldest_heads(&self) {
         let open = self.connections.lock();
         while self.head_bytes.load(Relaxed) > MAX_HEAD_BYTES {
-            let counted =
-                open.iter().rev().map(|(_, watch)| watch).filter(|watch| watch.head.counted_bytes.load(Relaxed) > 0);
+            let watches = open.iter().rev().map(|(_, connection)| &connection.watch);
+            let counted = watches.filter(|watch| watch.head.counted_bytes.load(Relaxed) > 0);
             let age =
                 |watch: &&Arc<ConnectionWatch>| self.current_tick().wrapping_sub(watch.last_progress.load(Relaxed));
             let Some(oldest) = counted.max_by_key(age) else { return };
@@ -200,8 +248,8 @@ impl Watchdog {
     /// Ends every connection that is still open.
     pub(crate) fn abort(&self) {
         self.is_aborting.set(true);
-        for (_, watch) in &*self.connections.lock() {
-            watch.wake();
+        for (_, connection) in &*self.connections.lock() {
+            connection.watch.wake();
         }
         for (_, stream) in &*self.streams.lock() {
             stream.watch.wake();
@@ -233,7 +281,7 @@ impl Watchdog {
     pub(crate) fn sweep_once(&self) {
         let now = self.current_tick().wrapping_add(1);
         self.current_tick.store(now, Relaxed);
-        for (_, watch) in &*self.connections.lock() {
+        for (_, OpenConnection { watch, .. }) in &*self.connections.lock() {
             if let Some(phase) = self.overdue_phase(watch, now) {
                 watch.end_phase(phase, EndReason::Timeout);
             }

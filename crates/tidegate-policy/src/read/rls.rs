@@ -8,9 +8,9 @@ use std::sync::Arc;
 use tidegate_core::{CountMode, Sharing};
 
 use super::actions::{LimitGroup, MAX_ACTIONS, ParsedAction, ParsedPenalty};
-use super::forms::{Custom, FLAG, Maybe, SECRET, Words};
+use super::forms::{Custom, FLAG, Maybe, OrWord, SECRET, Words};
 use super::listen::{LISTENER_OR_OFF, LISTENING};
-use super::server::TOKEN;
+use super::server::{CONNECTIONS, PER_CLIENT, TOKEN};
 use super::{DocumentReader, all_or_none};
 use crate::document::{TextRange, TomlNode, TomlTable};
 use crate::environment::fold_member_name;
@@ -45,6 +45,8 @@ setting_keys! {
             "the addresses of Envoy's rate limit service over gRPC, or off; without [rls] it is off. HTTP/2 is always taken here, also without TLS",
             Below::Beside(&LISTENING);
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
+        connections_per_client: Option<usize> = "512", OrWord("off", CONNECTIONS),
+            PER_CLIENT;
         files: Vec<PathBuf> = "", FILES,
             "limits in the YAML of Envoy's ratelimit service: files, and directories whose .yaml and .yml files are read";
         merge_domains: bool = "false", FLAG, "true if several files may have one domain";
@@ -59,8 +61,8 @@ impl DocumentReader<'_> {
         let Some(table) = self.section(Some(root), "rls", "rls") else { return Some(None) };
         let named = ("rls", "the rate limit service");
         let (listen, token) = self.listen_and_token(Some(table), named, &RLS.listen, &RLS.token, false);
-        read_keys!(self, table, RLS: files, merge_domains, algorithm);
-        let (files, merge_domains) = (files?, merge_domains?);
+        read_keys!(self, table, RLS: connections_per_client, files, merge_domains, algorithm);
+        let (connections_per_client, files, merge_domains) = (connections_per_client?, files?, merge_domains?);
         let (limits, watched) = match table.node("files") {
             Some(node) if !files.is_empty() => {
                 let (limits, watched) = self.yaml_limits(node.at, &files, merge_domains)?;
@@ -73,7 +75,17 @@ impl DocumentReader<'_> {
             return self.error(node.at, "gRPC needs HTTP/2", "`tls` or `always`, which are the same here").none();
         }
         listen.http2 = Http2Mode::Always;
-        Some(Some(RlsConfig { listen, token: token?, files, merge_domains, algorithm: algorithm?, limits, watched }))
+        let (token, algorithm) = (token?, algorithm?);
+        Some(Some(RlsConfig {
+            listen,
+            token,
+            connections_per_client,
+            files,
+            merge_domains,
+            algorithm,
+            limits,
+            watched,
+        }))
     }
 
     fn yaml_path(&mut self, node: &TomlNode, key: &str) -> Option<PathBuf> {

@@ -31,6 +31,7 @@ use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_ke
 const MAX_HOSTS: usize = 256;
 pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
 
+pub(super) const PER_CLIENT: &str = "the maximum number of open connections of one client address, or off";
 pub(super) const TOKEN: &str =
     "the place of the bearer token: env:NAME or file:PATH; required beyond loopback, unless clients need a certificate";
 
@@ -121,6 +122,8 @@ setting_keys! {
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it is forward-auth's or has the token";
+        connections_per_client: Option<usize> = "512", OrWord("off", CONNECTIONS),
+            PER_CLIENT;
         forward_auth: bool = "", FLAG,
             "true to answer forward-auth; default true unless requests can meet a limit on calls in flight";
         deny_status: u16 = "429", Whole(400, 599),
@@ -134,6 +137,8 @@ setting_keys! {
         listen: Vec<ListenAddress> = "127.0.0.1:8085", LISTENER_OR_OFF,
             "the addresses of the Redis protocol, or off; without [resp] it is off", Below::Beside(&LISTENING);
         token: Option<SecretSource> = "", Maybe(SECRET), "the place of the password for AUTH: env:NAME or file:PATH; required beyond loopback, unless clients need a certificate";
+        connections_per_client: Option<usize> = "8192", OrWord("off", CONNECTIONS),
+            PER_CLIENT;
     }
 
     ADMIN: AdminKeys {
@@ -145,6 +150,8 @@ setting_keys! {
             "more bearer tokens by name, each as env:NAME, file:PATH or { secret = \"env:NAME\", read_only = true }";
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it has the token";
+        connections_per_client: Option<usize> = "32", OrWord("off", CONNECTIONS),
+            PER_CLIENT;
         metrics: bool = "true", FLAG, "true to count requests and calls, and to answer /metrics";
         history_bytes: Option<usize> = "16MiB", OrWord("off", Bytes(64 << 10, 1 << 34)),
             "the maximum memory for the requests of the last hour, over which other limits can be tried, or off";
@@ -287,7 +294,7 @@ impl DocumentReader<'_> {
         let (listen, token) = self.listen_and_token(table, ("api", "the decision API"), &API.listen, &API.token, false);
         let forward_auth = self.value_or(table, &API.forward_auth, true);
         read_struct!(self, table, API => ApiConfig {
-            hosts, deny_status, compat; listen: listen?, token: token?, forward_auth: forward_auth?
+            hosts, connections_per_client, deny_status, compat; listen: listen?, token: token?, forward_auth: forward_auth?
         })
     }
 
@@ -313,7 +320,8 @@ impl DocumentReader<'_> {
             return self.error(node.at, "the Redis protocol isn't HTTP", "no `http2`").none();
         }
         listen.http2 = Http2Mode::Never;
-        Some(Some(RespConfig { listen, token: token? }))
+        let connections_per_client = self.value(table, &RESP.connections_per_client)?;
+        Some(Some(RespConfig { listen, token: token?, connections_per_client }))
     }
 
     /// The place where the policy asks for forward-auth: `forward_auth`, or the status that only forward-auth uses.
@@ -337,7 +345,7 @@ impl DocumentReader<'_> {
         let has_token = tokens.as_ref().is_none_or(|tokens| !tokens.is_empty());
         let (listen, token) = self.listen_and_token(table, ("admin", "admin"), &ADMIN.listen, &ADMIN.token, has_token);
         read_struct!(self, table, ADMIN => AdminConfig {
-            hosts, metrics, history_bytes; listen: listen?, token: token?, tokens: tokens?
+            hosts, connections_per_client, metrics, history_bytes; listen: listen?, token: token?, tokens: tokens?
         })
     }
 

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::IpAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
@@ -13,7 +13,7 @@ use pin_project_lite::pin_project;
 
 use super::{AccessEntry, AccessLog};
 use crate::body::{BoxError, ResponseBody, is_last};
-use crate::watchdog::ConnectionWatch;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
 /// A request that has no response yet.
 struct OpenRequest {
@@ -35,7 +35,8 @@ impl AccessLog {
             watch.access.put(Box::new(AccessEntry::of_request(listener, self.now(), client_ip(&request), &request)));
             OpenRequest { log: Arc::clone(self), watch: Arc::clone(watch) }
         });
-        LoggedResponseFuture { respond: respond(request), open }
+        let pause = watch.ends_turn().then(|| Pause { watch: Arc::clone(watch), phase: None });
+        LoggedResponseFuture { respond: respond(request), open, pause }
     }
 }
 
@@ -69,12 +70,34 @@ impl Drop for OpenRequest {
     }
 }
 
+/// A turn of other tasks before a response.
+struct Pause {
+    watch: Arc<ConnectionWatch>,
+    /// The phase of the request, once the turn has begun.
+    phase: Option<ConnectionPhase>,
+}
+
+impl Pause {
+    #[cold]
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if let Some(phase) = self.phase.take() {
+            self.watch.enter(phase);
+            return Poll::Ready(());
+        }
+        // The response may be at hand, so that the connection seems to be between two requests.
+        self.phase = Some(self.watch.phase());
+        self.watch.enter(ConnectionPhase::Deciding);
+        pin!(tokio::task::yield_now()).poll(cx)
+    }
+}
+
 pin_project! {
     /// The future of a response that the access log notes.
     pub(crate) struct LoggedResponseFuture<F> {
         #[pin]
         respond: F,
         open: Option<OpenRequest>,
+        pause: Option<Pause>,
     }
 }
 
@@ -83,6 +106,10 @@ impl<F: Future<Output = Result<Response<ResponseBody>, Infallible>>> Future for 
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
+        if let Some(pause) = this.pause {
+            ready!(pause.poll(cx));
+            *this.pause = None;
+        }
         let response = ready!(this.respond.poll(cx));
         Poll::Ready(match this.open.take() {
             None => response,

@@ -16,6 +16,10 @@ use super::Watchdog;
 use super::phase::{ConnectionPhase, EndReason, MAX_HEAD_BYTES, PHASE_MASK, UNCOUNTED_HEAD_BYTES, ticks};
 use crate::access_log::AccessSlot;
 
+/// The requests of one connection that are answered before other tasks have a turn. The HTTP library itself pauses as often,
+/// but its task goes on before the runtime has looked for what other clients have sent.
+const TURN_REQUESTS: u32 = 16;
+
 /// A flag that several tasks read and write, without any order towards other memory.
 #[derive(Debug, Default)]
 pub(crate) struct Flag(AtomicBool);
@@ -56,9 +60,13 @@ pub(crate) struct ConnectionWatch {
 pub(crate) struct HeadState {
     /// True if the client has sent any byte of its first head, or of what comes before it.
     pub(crate) has_begun: Flag,
+    /// True if a whole head has arrived on the connection.
+    pub(crate) is_heard: Flag,
     /// The bytes of the current head that are counted in the listener's total.
     pub(super) counted_bytes: AtomicUsize,
     request_count: AtomicU32,
+    /// The requests since the client was last waited for.
+    in_turn: AtomicU32,
     /// The number, from 1, of the first head that servers may read in different ways; 0 if there is none.
     pub(crate) first_ambiguous: AtomicU32,
 }
@@ -89,6 +97,8 @@ pub(crate) struct ResponseState {
     pub(super) timeout_ticks: AtomicU32,
     /// True if the last response is sent while the client may still be sending.
     pub(crate) must_linger: Flag,
+    /// True if replies of the Redis protocol wait for the client to read them.
+    pub(crate) is_unread: Flag,
     /// True if the whole response of an HTTP/2 stream is queued, and only waits for the client to read it.
     pub(crate) is_queued: Flag,
     /// True if the client was refused by a block or the deny list. Such a client may not linger for long.
@@ -126,13 +136,15 @@ impl ConnectionWatch {
         self.phase_and_reason.store(phase as u8, Relaxed);
         if phase != ConnectionPhase::Head {
             self.response.is_pending.set(true);
+            self.head.is_heard.set(true);
             self.finish_head();
         }
     }
 
     /// Notes received bytes of a head, or between requests.
     pub(crate) fn note_received(&self, count: usize) {
-        let more = match self.phase() {
+        let state = self.phase_and_reason.load(Relaxed);
+        let more = match ConnectionPhase::from_u8(state & PHASE_MASK) {
             ConnectionPhase::Head => self.head.has_begun.get(),
             _ => {
                 self.enter(ConnectionPhase::Head);
@@ -141,8 +153,12 @@ impl ConnectionWatch {
         };
         if !more {
             self.head.has_begun.set(true);
-            // The sweeper may have ended the silent phase at the same moment. The new bytes clear that.
+            // The silent phase may have been ended at the same moment. The new bytes clear that.
             self.phase_and_reason.store(ConnectionPhase::Head as u8, Relaxed);
+            if state & EndReason::Displaced as u8 != 0 {
+                // Another connection must leave instead.
+                self.watchdog.connection_left.notify_one();
+            }
         }
         if more || count > UNCOUNTED_HEAD_BYTES {
             self.add_head_bytes(count);
@@ -299,6 +315,20 @@ impl ConnectionWatch {
         (1..=self.head.request_count.load(Relaxed)).contains(&self.head.first_ambiguous.load(Relaxed))
     }
 
+    /// Counts a request that is answered now. Returns true if other tasks must have a turn before, because the client has sent
+    /// so many requests at once.
+    pub(crate) fn ends_turn(&self) -> bool {
+        let in_turn = self.head.in_turn.load(Relaxed);
+        let is_end = in_turn >= TURN_REQUESTS;
+        self.head.in_turn.store(if is_end { 1 } else { in_turn + 1 }, Relaxed);
+        is_end
+    }
+
+    /// Notes that the client has sent no more, so that other tasks have a turn.
+    pub(crate) fn note_waiting(&self) {
+        self.head.in_turn.store(0, Relaxed);
+    }
+
     /// Acquires one of the few slots of connections that may linger for long. `None` for a blocked client, or if all
     /// are taken.
     pub(crate) fn acquire_linger_slot(&self) -> Option<OwnedSemaphorePermit> {
@@ -323,7 +353,7 @@ impl ConnectionWatch {
         *self.waker.lock() = Some(waker.clone());
     }
 
-    /// Waits for a future. `None` if the phase must end before it does.
+    /// Waits for a future. `None` if the phase must end before it does. What has arrived in the meantime isn't cut off.
     pub(crate) async fn until_phase_ends<F: Future>(&self, future: F) -> Option<F::Output> {
         let mut future = pin!(future);
         let mut is_registered = false;
@@ -332,7 +362,10 @@ impl ConnectionWatch {
             if !std::mem::replace(&mut is_registered, true) {
                 self.register(cx.waker());
             }
-            if self.must_end_phase() { Poll::Ready(None) } else { future.as_mut().poll(cx).map(Some) }
+            match future.as_mut().poll(cx) {
+                Poll::Pending if self.must_end_phase() => Poll::Ready(None),
+                polled => polled.map(Some),
+            }
         })
         .await
     }

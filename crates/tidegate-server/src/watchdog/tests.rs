@@ -47,7 +47,7 @@ fn each_phase_has_its_own_exact_timeout() {
         (ConnectionPhase::Idle, 80),
     ] {
         let watchdog = new_watchdog(Some(100));
-        let (watch, _entry) = watchdog.add_connection();
+        let (watch, _entry) = watchdog.add_connection(None);
         watch.enter(phase);
         let ticks = ticks_until_overdue(&watchdog, &watch);
         assert!((whole + 1..=whole + 2).contains(&ticks), "{phase:?}: {ticks}");
@@ -57,7 +57,7 @@ fn each_phase_has_its_own_exact_timeout() {
 #[test]
 fn progress_restarts_the_timeout() {
     let watchdog = new_watchdog(Some(100));
-    let (watch, _entry) = watchdog.add_connection();
+    let (watch, _entry) = watchdog.add_connection(None);
     watch.enter(ConnectionPhase::Upload);
     for _ in 0..100 {
         watchdog.sweep_once();
@@ -70,7 +70,7 @@ fn progress_restarts_the_timeout() {
 fn a_decision_never_expires_despite_tick_overflow() {
     let watchdog = new_watchdog(Some(100));
     watchdog.current_tick.store(u32::MAX - 3, Relaxed);
-    let (watch, _entry) = watchdog.add_connection();
+    let (watch, _entry) = watchdog.add_connection(None);
     watch.enter(ConnectionPhase::Deciding);
     for _ in 0..1000 {
         watchdog.sweep_once();
@@ -84,7 +84,7 @@ fn a_decision_never_expires_despite_tick_overflow() {
 #[test]
 fn a_dropped_entry_leaves_the_list() {
     let watchdog = new_watchdog(Some(100));
-    let (_watch, entry) = watchdog.add_connection();
+    let (_watch, entry) = watchdog.add_connection(None);
     assert_eq!(watchdog.len(), 1);
     drop(entry);
     assert_eq!(watchdog.len(), 0);
@@ -92,7 +92,7 @@ fn a_dropped_entry_leaves_the_list() {
 
 /// A connection that waits for the client's body.
 fn upload(watchdog: &Arc<Watchdog>, paced: bool) -> (Arc<ConnectionWatch>, ConnectionEntry) {
-    let (watch, entry) = watchdog.add_connection();
+    let (watch, entry) = watchdog.add_connection(None);
     watch.enter(ConnectionPhase::Upload);
     watch.begin_body(paced);
     watch.body.waits_on_client.set(true);
@@ -132,21 +132,21 @@ fn only_slow_bodies_being_waited_for_expire() {
 #[test]
 fn too_many_unfinished_heads_end_the_oldest() {
     let watchdog = new_watchdog(Some(100));
-    let (oldest, _a) = watchdog.add_connection();
+    let (oldest, _a) = watchdog.add_connection(None);
     oldest.note_received(UNCOUNTED_HEAD_BYTES);
     oldest.note_received(1000);
     watchdog.sweep_once();
-    let (younger, _b) = watchdog.add_connection();
+    let (younger, _b) = watchdog.add_connection(None);
     younger.note_received(MAX_HEAD_BYTES - 1000);
     assert!(!oldest.must_end_phase() && !younger.must_end_phase());
-    let (whole, _c) = watchdog.add_connection();
+    let (whole, _c) = watchdog.add_connection(None);
     whole.note_received(UNCOUNTED_HEAD_BYTES);
     assert!(!oldest.must_end_phase(), "a head in one piece is no burden");
     younger.note_received(1);
     assert!(oldest.is_ended_for(EndReason::HeadBytes) && !younger.must_end_phase());
     younger.enter(ConnectionPhase::AwaitResponse);
     assert_eq!(watchdog.head_bytes.load(Relaxed), 0, "a whole head gives back what it took");
-    let (gone, entry) = watchdog.add_connection();
+    let (gone, entry) = watchdog.add_connection(None);
     gone.note_received(UNCOUNTED_HEAD_BYTES + 1);
     drop(entry);
     assert_eq!(watchdog.head_bytes.load(Relaxed), 0, "and so does a connection that ends");
@@ -155,7 +155,7 @@ fn too_many_unfinished_heads_end_the_oldest() {
 #[test]
 fn a_finished_phase_clears_its_end_reason() {
     let watchdog = new_watchdog(Some(100));
-    let (watch, _entry) = watchdog.add_connection();
+    let (watch, _entry) = watchdog.add_connection(None);
     watch.note_received(1);
     watch.enter(ConnectionPhase::AwaitResponse);
     watch.end_phase(ConnectionPhase::Head, EndReason::HeadBytes);
@@ -184,7 +184,7 @@ fn slow_bodies_expire_during_decisions_and_lingering() {
     let (watch, _entry) = upload(&watchdog, true);
     watch.enter(ConnectionPhase::Deciding);
     assert!(trickle(&watchdog, &watch, 1));
-    let (watch, _entry) = watchdog.add_connection();
+    let (watch, _entry) = watchdog.add_connection(None);
     watch.start_linger(true);
     watch.body.waits_on_client.set(true);
     assert!(trickle(&watchdog, &watch, 1));

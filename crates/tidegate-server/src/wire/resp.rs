@@ -1,7 +1,7 @@
 //! The Redis protocol, version 2 and 3: the decisions of the API as commands.
 //!
 //! A client may send many requests before it reads the replies. All that has arrived is answered, in order, before the
-//! replies are sent.
+//! replies are sent. A connection answers so many in its turn, and then other tasks have theirs.
 
 mod commands;
 mod parser;
@@ -12,8 +12,9 @@ use std::io;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Poll, ready};
+use std::task::Poll;
 
+use rustix::net::RecvFlags;
 use tidegate::Gate;
 use tidegate::store::Store;
 use tidegate_core::Clock;
@@ -31,12 +32,18 @@ use crate::rejections::{HeadRejections, RejectionReason};
 use crate::state_cell::StateCell;
 use crate::states::SharedParts;
 use crate::stream::ClientStream;
-use crate::watchdog::{ConnectionPhase, EndReason};
+use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
 
 /// The bytes that are read at once.
 const READ_BYTES: usize = 16 << 10;
 /// From this number of bytes on, replies are sent before further requests are answered.
 const MAX_OUTPUT: usize = 64 << 10;
+
+/// The bytes of requests that a connection answers before all other tasks have a turn. The runtime itself interrupts only
+/// reads and writes, and one read brings hundreds of requests.
+const TURN_BYTES: usize = 16 << 10;
+/// The bytes for which a shorter request counts, so that a turn has at most 64 decisions.
+const MIN_REQUEST_COST: usize = TURN_BYTES / 64;
 
 /// The state that all connections share.
 pub(crate) struct RespState<S: Store, C: Clock> {
@@ -62,6 +69,7 @@ impl<S: Store, C: Clock> ConnectionHandler for RespHandler<S, C> {
             session: Session::new(),
             input: Vec::new(),
             output: Vec::new(),
+            turn: TURN_BYTES,
         };
         async move { connection.run().await }
     }
@@ -94,13 +102,16 @@ struct Connection<S: Store, C: Clock> {
     /// The beginning of a request that hasn't arrived whole. A connection without one keeps no buffer.
     input: Vec<u8>,
     output: Vec<u8>,
+    /// The bytes of requests that it may still answer in its turn.
+    turn: usize,
 }
 
 impl<S: Store, C: Clock> Connection<S, C> {
     async fn run(&mut self) {
         let watch = Arc::clone(&self.client.watch);
-        self.rest();
-        while let Some(Ok(count)) = watch.until_phase_ends(read_some(&mut self.stream, &mut self.input)).await
+        // Pools open connections long before they use them, so the time of a head doesn't apply to the first request.
+        watch.enter_from(ConnectionPhase::Head, ConnectionPhase::Idle);
+        while let Some(Ok(count)) = watch.until_phase_ends(read_some(&mut self.stream, &mut self.input, &watch)).await
             && count > 0
         {
             // More bytes of a request don't extend the time in which it must arrive whole.
@@ -189,6 +200,11 @@ impl<S: Store, C: Clock> Connection<S, C> {
                 }
                 self.client.watch.enter(ConnectionPhase::Deciding);
             }
+            self.turn = self.turn.saturating_sub(parsed.length.max(MIN_REQUEST_COST));
+            if self.turn == 0 {
+                tokio::task::yield_now().await;
+                self.turn = TURN_BYTES;
+            }
         };
         if begin < input.len() {
             input.drain(..begin);
@@ -209,12 +225,16 @@ impl<S: Store, C: Clock> Connection<S, C> {
                         watch.touch();
                     }
                     Poll::Ready(_) => return Poll::Ready(false),
-                    Poll::Pending => return Poll::Pending,
+                    Poll::Pending => {
+                        watch.response.is_unread.set(true);
+                        return Poll::Pending;
+                    }
                 }
             }
             Pin::new(&mut *stream).poll_flush(cx).map(|flushed| flushed.is_ok())
         });
         let is_sent = watch.until_phase_ends(write).await.unwrap_or(false);
+        watch.response.is_unread.set(false);
         self.output = Vec::new();
         is_sent
     }
@@ -222,11 +242,22 @@ impl<S: Store, C: Clock> Connection<S, C> {
 
 /// Reads what has arrived, and appends it. Returns the number of bytes: 0 at the end of the stream. While nothing arrives,
 /// no memory is held for it.
-async fn read_some(stream: &mut ClientStream, input: &mut Vec<u8>) -> io::Result<usize> {
+async fn read_some(stream: &mut ClientStream, input: &mut Vec<u8>, watch: &ConnectionWatch) -> io::Result<usize> {
     poll_fn(|cx| {
         let mut bytes = [std::mem::MaybeUninit::uninit(); READ_BYTES];
         let mut buffer = ReadBuf::uninit(&mut bytes);
-        ready!(Pin::new(&mut *stream).poll_read(cx, &mut buffer))?;
+        match Pin::new(&mut *stream).poll_read(cx, &mut buffer) {
+            Poll::Ready(read) => read?,
+            Poll::Pending => {
+                if watch.must_end_phase() {
+                    // A request that has arrived isn't cut off.
+                    stream.read_now(&mut buffer, RecvFlags::empty());
+                }
+                if buffer.filled().is_empty() {
+                    return Poll::Pending;
+                }
+            }
+        }
         input.extend_from_slice(buffer.filled());
         Poll::Ready(Ok(buffer.filled().len()))
     })

@@ -100,7 +100,7 @@ async fn stalled_handshakes_keep_nobody_waiting() {
 }
 
 #[tokio::test]
-async fn a_begun_handshake_outlasts_silent_connections() {
+async fn the_oldest_unfinished_handshake_gives_up_its_place() {
     let authority = Authority::new();
     authority.issue("a", "a.test", 2099);
     let rest = "[inbound.timeouts]\nheader = \"5m\"\n[inbound.caps]\nconnections = 2\n";
@@ -109,10 +109,10 @@ async fn a_begun_handshake_outlasts_silent_connections() {
     let mut client = rustls::ClientConnection::new(Arc::clone(authority.client(None).config()), name).unwrap();
     let mut hello = Vec::new();
     client.write_tls(&mut hello).unwrap();
+    let mut oldest = send(gate.inbound, &hello[..1]).await;
     let mut begun = send(gate.inbound, &hello[..1]).await;
-    let mut silent = send(gate.inbound, b"").await;
-    let _third = send(gate.inbound, &hello[..1]).await;
-    assert_eq!(read_to_end(&mut silent).await, "", "its place is taken");
+    let _third = send(gate.inbound, b"").await;
+    assert_eq!(read_to_end(&mut oldest).await, "", "its place is taken");
     begun.write_all(&hello[1..]).await.unwrap();
     let mut record = [0];
     tokio::time::timeout(PATIENCE, begun.read_exact(&mut record)).await.expect("a reply in time").unwrap();

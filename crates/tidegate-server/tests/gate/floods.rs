@@ -1,0 +1,142 @@
+//! Clients that open connections, send no request, and come back as soon as they are closed. Others are served all the same.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use tidegate_policy::Policy;
+use tidegate_server::descriptors;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+use crate::common::{Echo, HELLO, PATIENCE, Peer, Running, get, nobody, policy, start, status, try_start};
+
+/// Connections that are all open at once, from a thread of their own. It ends with this value.
+struct Flood(#[expect(dead_code, reason = "stops the thread when it is dropped")] tokio::sync::oneshot::Sender<()>);
+
+/// The bytes that one connection of a flood sends at its beginning, by its number.
+type Beginning = fn(usize) -> String;
+
+impl Flood {
+    /// Opens this number of connections. Each sends its first bytes, then one a second, and comes back when it is closed.
+    /// Returns when as many have been closed.
+    async fn start(address: SocketAddr, count: usize, beginning: Beginning) -> Self {
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let closed = Arc::<AtomicUsize>::default();
+        let counted = Arc::clone(&closed);
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                for number in 0..count {
+                    let closed = Arc::clone(&counted);
+                    tokio::spawn(async move {
+                        loop {
+                            let _ = come_once(address, beginning(number).as_bytes()).await;
+                            closed.fetch_add(1, Relaxed);
+                        }
+                    });
+                }
+                let _ = stopped.await;
+            });
+        });
+        let started = Instant::now();
+        while closed.load(Relaxed) < count {
+            assert!(started.elapsed() < PATIENCE, "{} connections were closed", closed.load(Relaxed));
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Self(stop)
+    }
+}
+
+/// Opens a connection, and trickles until it is closed.
+async fn come_once(address: SocketAddr, beginning: &[u8]) -> std::io::Result<()> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all(beginning).await?;
+    let mut buffer = [0; 1024];
+    loop {
+        match tokio::time::timeout(Duration::from_secs(1), stream.read(&mut buffer)).await {
+            Ok(Ok(1..)) => {}
+            Ok(ended) => return ended.map(drop),
+            Err(_) if beginning.is_empty() => {}
+            Err(_) => stream.write_all(b"x").await?,
+        }
+    }
+}
+
+/// Makes requests over new connections one after the other, and returns the times that they took, the shortest first.
+async fn serve_times(address: SocketAddr, count: usize, request: &str) -> Vec<Duration> {
+    let mut times = Vec::new();
+    for _ in 0..count {
+        let started = Instant::now();
+        let answer = tokio::time::timeout(PATIENCE, async { Peer::connect(address).await.ask(request).await });
+        assert_eq!(status(&answer.await.expect("no wait")), 200);
+        times.push(started.elapsed());
+    }
+    times.sort();
+    times
+}
+
+fn silent(_: usize) -> String {
+    String::new()
+}
+
+fn begun(_: usize) -> String {
+    "GET /healthz HTTP/1.1\r\nhost: a\r\nx: ".to_owned()
+}
+
+/// A connection of one of a thousand clients, by the header of the PROXY protocol.
+fn proxied(number: usize) -> String {
+    format!("PROXY TCP4 203.0.{}.{} 192.0.2.1 1 2\r\n", 1 + number / 200, 1 + number % 200)
+}
+
+fn of_one_client(_: usize) -> String {
+    proxied(0)
+}
+
+fn many_descriptors() {
+    descriptors::raise_limit(&Policy::builder().build().unwrap());
+}
+
+/// A gate whose admin listener is told the addresses of clients.
+fn behind_balancer() -> Running {
+    let file = "[admin]\nproxy_protocol = [\"127.0.0.0/8\"]\ntoken = \"env:TOKEN\"\n";
+    try_start(&policy(nobody(), file), |_| Some("a-token-of-an-operator-1234567890".to_owned())).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_is_told_while_silent_connections_come_back() {
+    many_descriptors();
+    let health = get("/healthz");
+    for beginning in [silent as Beginning, begun] {
+        let gate = start(nobody(), "").await;
+        let _flood = Flood::start(gate.admin, 800, beginning).await;
+        let times = serve_times(gate.admin, 5, &health).await;
+        assert!(times[4] < Duration::from_secs(2), "{times:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_is_told_while_one_address_or_many_come_back() {
+    many_descriptors();
+    let health = format!("PROXY TCP4 198.51.100.7 192.0.2.1 1 2\r\n{}", get("/healthz"));
+    for beginning in [of_one_client as Beginning, proxied] {
+        let gate = behind_balancer();
+        let _flood = Flood::start(gate.admin, 800, beginning).await;
+        let times = serve_times(gate.admin, 5, &health).await;
+        assert!(times[4] < Duration::from_secs(2), "{times:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn new_clients_of_the_proxy_are_served_while_silent_connections_come_back() {
+    many_descriptors();
+    let upstream = Echo::start(HELLO).await;
+    for beginning in [silent as Beginning, begun] {
+        let gate = start(upstream.address, "[inbound.caps]\nconnections = 300\n").await;
+        let _flood = Flood::start(gate.inbound, 1500, beginning).await;
+        let times = serve_times(gate.inbound, 100, &get("/")).await;
+        assert!(times[94] < Duration::from_secs(1), "{times:?}");
+    }
+}
