@@ -21,10 +21,14 @@ struct Ports {
 
 /// Runs `tidegate serve` with this policy in front of `upstream`.
 fn gate(policy: &str, upstream: u16) -> (ChildProcess, Ports) {
+    gate_by(Command::new(env!("CARGO_BIN_EXE_tidegate")), policy, upstream)
+}
+
+/// The same by a command that passes its arguments to `tidegate`.
+fn gate_by(mut command: Command, policy: &str, upstream: u16) -> (ChildProcess, Ports) {
     let ports = Ports { gate: free_port(), api: free_port(), admin: free_port() };
     let scratch = ScratchDir::new();
     let file = scratch.write("tidegate.toml", policy);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command
         .args(["serve", "--config"])
         .arg(file)
@@ -530,4 +534,32 @@ fn descriptor_limit_is_raised_and_compared_with_caps() {
     // 100 twice, 64 of the admin listener, and 64 others.
     assert_eq!(served("-Sn 100; ulimit -Hn 400"), (linux("400"), false));
     assert_eq!(served("-n 300"), (linux("300"), true));
+}
+
+#[test]
+fn health_is_told_when_connections_take_all_descriptors() {
+    let upstream = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 256; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_tidegate")]);
+    let (gate, ports) = gate_by(command, "", upstream.local_addr().unwrap().port());
+    // Requests that never end, to an upstream that answers none, and connections without a request.
+    let flood: Vec<_> = (0..400)
+        .map(|number| {
+            let mut client = HttpClient::connect([ports.gate, ports.api][number % 4 / 3]).unwrap();
+            if number % 2 == 0 {
+                client.send("POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10\r\n\r\n1");
+            }
+            client
+        })
+        .collect();
+    for _ in 0..5 {
+        let answer = HttpClient::connect(ports.admin).unwrap().request(get_request("/healthz"));
+        assert_eq!(answer.status, 200);
+        let open = std::fs::read_dir(format!("/proc/{}/fd", gate.id())).unwrap().count();
+        assert!(open < 240, "{open} descriptors are open");
+        thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(gate.line_count("can't accept connections"), 0, "{}", gate.output());
+    assert_eq!(gate.line_count("fewer file descriptors"), 1, "{}", gate.output());
+    drop(flood);
 }

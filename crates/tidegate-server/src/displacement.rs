@@ -210,6 +210,9 @@ mod tests {
         let (younger, _f) = new_connection(&watchdog, ConnectionPhase::Idle);
         let (busy, _g) = new_connection(&watchdog, ConnectionPhase::AwaitResponse);
         let (upload, _h) = new_connection(&watchdog, ConnectionPhase::Upload);
+        let (unread, _i) = new_connection(&watchdog, ConnectionPhase::Download);
+        unread.response.is_unread.set(true);
+        let (download, _j) = new_connection(&watchdog, ConnectionPhase::Download);
         let newest: Vec<_> = (0..2).map(|_| watchdog.add_connection(None)).collect();
         trickling.note_received(1);
         let mut queue = DisplacementQueue::new(true);
@@ -220,7 +223,8 @@ mod tests {
         assert!(!queue.displace_one(&watchdog), "the others have a request in progress");
         let mut queue = DisplacementQueue::new(false);
         assert!(queue.displace_one(&watchdog) && upload.is_ended_for(EndReason::Displaced));
-        assert!(!queue.displace_one(&watchdog) && !busy.must_end_phase());
+        assert!(queue.displace_one(&watchdog) && unread.is_ended_for(EndReason::Displaced));
+        assert!(!queue.displace_one(&watchdog) && !busy.must_end_phase() && !download.must_end_phase());
     }
 
     #[test]

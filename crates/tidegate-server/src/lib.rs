@@ -43,13 +43,16 @@
 //! with 405. All upgrades of HTTP/1.1 except `h2c` pass.
 //!
 //! # Behaviour at the limits
-//! - **Connections**: at the cap a new connection displaces another one. The first choice is the connection that has
-//!   been idle longest between requests, or silent since it was accepted. The second is the oldest with an unfinished
-//!   head (503), so a client that sends its head slowly may lose its connection. The third is the oldest that has its
-//!   response and still sends. A connection with a request in progress is never displaced: if all have one, new
-//!   connections wait.
+//! - **Connections**: at the cap a new connection displaces another one. The first choice is the oldest that has never sent a
+//!   whole head (503 if it has begun one), of the clients that have most of them, while such connections take more than a
+//!   quarter of the places. Then comes the connection that has been idle longest between requests, then the oldest that has
+//!   its response and still sends, and at last again those without a whole head. A connection with a request in progress is
+//!   never displaced by the proxy and the gateway: if all have one, new connections wait. The other listeners displace those whose
+//!   clients don't send the rest of their requests, or don't read their replies.
 //! - **Connections of one client address** (IPv6: by `inbound.ipv6_prefix`) beyond `connections_per_client`: 503 and a
 //!   close; with TLS only a close. Loopback and trusted proxies are not counted.
+//! - **Descriptors**: the caps on connections are lower if the process may have too few, see [`descriptors`].
+//! - **Requests sent at once** (pipelining): after 16, or 64 of the Redis protocol, other tasks have a turn.
 //! - **Heads** that are too large or have too many lines: 431. **Slow heads**: 408. Unfinished heads take at most 32
 //!   MiB in total, without those of which no more than 8 KiB have arrived. Beyond that the oldest gets 503.
 //!   Unfinished TLS handshakes count as heads, and are closed without an answer.

@@ -156,6 +156,9 @@ async fn settings_that_need_a_restart_are_named() {
     );
     assert_eq!(gate.reload(&changed).await, Ok(vec!["store", "inbound.caps", "log"]));
     assert_eq!(gate.reload(&changed).await, Ok(vec!["store", "inbound.caps", "log"]));
+    let per_client = ["api", "admin"].map(|section| format!("[{section}]\nconnections_per_client = 7\n"));
+    let named = Ok(vec!["api.connections_per_client", "admin.connections_per_client"]);
+    assert_eq!(gate.reload(&format!("{LOGIN}{}", per_client.concat())).await, named);
     assert_eq!(gate.reload(LOGIN).await, Ok(vec![]));
 }
 
