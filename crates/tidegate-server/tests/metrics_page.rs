@@ -45,7 +45,7 @@ line if it was for a trial, and a form of the dashboard without the number of it
 | `head_size` | its head has too many bytes or lines, or its target is too long | 431, 414 |
 | `head_timeout` | its head took longer than `inbound.timeouts.header` | 408 |
 | `head_displaced` | its unfinished head or TLS handshake took the place or the memory that others needed | 503; none in a handshake |
-| `framing` | it has both `Content-Length` and `Transfer-Encoding`, or a coding other than `chunked` | 400 |
+| `framing` | it has both `Content-Length` and `Transfer-Encoding`, a line that ends with LF alone, or a coding other than `chunked` | 400 |
 | `target` | its target is neither a path nor an http URL | 400 |
 | `method` | `CONNECT` or `TRACE` | 405 |
 | `host` | its host is missing, invalid, or another one than that of its target | 400 |
