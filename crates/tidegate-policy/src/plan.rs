@@ -5,14 +5,14 @@ mod same_requests;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 
 use http::HeaderName;
 use ipnet::IpNet;
 use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
 
-use crate::address::{Ipv6Prefix, ListStatus, NetworkMap, network_name};
+use crate::address::{Ipv6Prefix, ListStatus, NetworkMap, PrefixBytes, counted_network, network_name};
 use crate::key::{KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, OnMissing, UncountableError};
 use crate::matched_actions::{MatchedActions, PathError};
 use crate::nearest::nearest;
@@ -151,6 +151,19 @@ impl Plan {
             _ => None,
         };
         network_name(ip, length.unwrap_or(self.ipv6_prefix))
+    }
+
+    /// The address that stands for a client in counts: the IPv4 address, or the first of the IPv6 network.
+    pub fn client_network(&self, ip: IpAddr) -> IpAddr {
+        match counted_network(ip, self.ipv6_prefix) {
+            PrefixBytes::V4(octets) => octets.into(),
+            PrefixBytes::V6(bytes) => Ipv6Addr::from_bits(u128::from(u64::from_be_bytes(bytes)) << 64).into(),
+        }
+    }
+
+    /// True if a limit counts the calls of each client address or network separately.
+    pub fn counts_by_address(&self, limit: LimitId) -> bool {
+        self.key_parts(limit).iter().any(|part| matches!(part, KeyPart::ClientIp | KeyPart::Ipv6Network(_)))
     }
 
     /// Every action in file order.
@@ -426,7 +439,8 @@ impl Plan {
         Ok(())
     }
 
-    pub(crate) fn is_shadow(&self, limit: LimitId) -> bool {
+    /// True if a limit only observes.
+    pub fn is_shadow(&self, limit: LimitId) -> bool {
         self.limits.get(limit).is_some_and(Limit::is_shadow)
     }
 

@@ -173,6 +173,10 @@ impl Drop for Download {
         if let Some(expectation) = &self.expectation {
             expectation.end_wait(ContinueOutcome::Abandoned);
         }
+        if let Some(permit) = self.permit.take() {
+            // The upstream notices that nobody reads what it writes. The time until then is not that of a call.
+            permit.work.cancel();
+        }
     }
 }
 

@@ -36,7 +36,7 @@ use crate::refusal_log::RefusalLog;
 use crate::state_cell::ListenerState;
 use crate::tls::TlsError;
 use crate::upgrade;
-use crate::upstream::{PoolSettings, ServerAddress, UpstreamBody, UpstreamClient, UpstreamError};
+use crate::upstream::{PoolSettings, ServerAddress, UpstreamBody, UpstreamClient, UpstreamError, UpstreamWork};
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
 
 /// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5 s.
@@ -379,9 +379,15 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 Upload::empty()
             }
         });
-        let mut response = match self.send(request).await {
+        let work = permit.as_ref().map(|permit| &permit.work);
+        let mut response = match self.send(request, work).await {
             Ok(response) => response,
-            Err(failure) => return self.failure_response(&failure, has_body),
+            Err(failure) => {
+                if let Some(work) = work.filter(|_| !self.may_be_worked_on(&failure)) {
+                    work.cancel();
+                }
+                return self.failure_response(&failure, has_body);
+            }
         };
         self.watch.access.note(|entry| entry.note_upstream_time(proxy.gate.clock().now().since(decided_at)));
         let protocol = hop_headers::strip_response(response.headers_mut());
@@ -409,23 +415,38 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
     }
 
     /// Sends a request, a second time if the upstream has not processed it and it has no body.
-    async fn send(&self, request: Request<Upload>) -> Result<Response<UpstreamBody>, UpstreamError> {
+    async fn send(
+        &self,
+        request: Request<Upload>,
+        work: Option<&Arc<UpstreamWork>>,
+    ) -> Result<Response<UpstreamBody>, UpstreamError> {
         let upstream = &self.proxy.upstream;
         // Over HTTP/1.1 the upstream doesn't tell.
         let copy = (upstream.speaks_http2() && request.body().is_end_stream()).then(|| copy_head(&request));
-        match (self.send_once(request).await, copy) {
-            (Err(UpstreamError::Unprocessed(_)), Some(copy)) => self.send_once(copy).await,
+        match (self.send_once(request, work).await, copy) {
+            (Err(UpstreamError::Unprocessed(_)), Some(copy)) => self.send_once(copy, work).await,
             (sent, _) => sent,
         }
     }
 
-    async fn send_once(&self, request: Request<Upload>) -> Result<Response<UpstreamBody>, UpstreamError> {
-        let mut sending = pin!(Arc::clone(&self.proxy.upstream).send(request));
+    async fn send_once(
+        &self,
+        request: Request<Upload>,
+        work: Option<&Arc<UpstreamWork>>,
+    ) -> Result<Response<UpstreamBody>, UpstreamError> {
+        let mut sending = pin!(Arc::clone(&self.proxy.upstream).send(request, work.cloned()));
         poll_fn(|cx| match self.watch.must_end_phase() {
             true => Poll::Ready(Err(UpstreamError::Timeout)),
             false => sending.as_mut().poll(cx),
         })
         .await
+    }
+
+    /// True if the upstream may work on a request that has failed: the gate has ended it, or the client's body has.
+    fn may_be_worked_on(&self, failure: &UpstreamError) -> bool {
+        let body = &self.watch.body;
+        let is_ended_here = body.is_too_large.get() || body.is_broken.get();
+        matches!(failure, UpstreamError::Timeout) || is_ended_here && matches!(failure, UpstreamError::Broken(_))
     }
 
     fn failure_response(&self, failure: &UpstreamError, has_body: bool) -> Response<ResponseBody> {

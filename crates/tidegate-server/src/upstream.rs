@@ -7,6 +7,7 @@
 mod http1_pool;
 mod http2_pool;
 mod reply_stream;
+mod work;
 
 use std::error::Error;
 use std::future::poll_fn;
@@ -39,10 +40,12 @@ use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
 use tower_service::Service as _;
 
-use self::http1_pool::Http1Pool;
+use self::http1_pool::{Http1Connection, Http1Pool};
 pub(crate) use self::http2_pool::{CONNECTION_WINDOW, PING, STREAM_WINDOW};
 use self::http2_pool::{Http2Pool, Http2Stream, to_http2};
 pub(crate) use self::reply_stream::ReplyStream;
+pub(crate) use self::work::UpstreamWork;
+use self::work::{CurrentWork, ObservedStream};
 use crate::body::{BoxError, Upload, is_last};
 use crate::http2::ALPN_NAME;
 use crate::tls::{TlsError, client_config};
@@ -138,8 +141,25 @@ pub(crate) struct UpstreamClient<B = Upload> {
 
 /// A connection that takes a request, or a place on one.
 enum Sender<B> {
-    Http1(http1::SendRequest<B>),
+    Http1(Http1Connection<B>),
     Http2(Http2Stream<B>),
+}
+
+impl<B> Sender<B> {
+    /// Notes that a request with a permit is being sent.
+    fn begin(&self, work: &Arc<UpstreamWork>) {
+        work.begin(matches!(self, Self::Http1(_)));
+        if let Self::Http1(connection) = self {
+            *connection.work.lock() = Some(Arc::clone(work));
+        }
+    }
+
+    /// Notes that it has its response.
+    fn forget_work(&self) {
+        if let Self::Http1(connection) = self {
+            *connection.work.lock() = None;
+        }
+    }
 }
 
 /// The reason why there is no response of the server to forward.
@@ -238,13 +258,14 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         self.address.http2
     }
 
-    /// Sends a request and waits for the head of the response.
+    /// Sends a request and waits for the head of the response. Notes in `work` what is known of the server's work on it.
     ///
     /// An idle connection may turn out to be closed. While nothing was sent, the request is tried on another one.
     #[expect(clippy::manual_async_fn, reason = "one would hold the request twice, as it came and as it goes on")]
     pub(crate) fn send(
         self: Arc<Self>,
         mut request: Request<B>,
+        work: Option<Arc<UpstreamWork>>,
     ) -> impl Future<Output = Result<Response<UpstreamBody<B>>, UpstreamError>> + Send {
         async move {
             loop {
@@ -253,8 +274,11 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
                     // Boxed, because requests over an idle connection would need the space for it too.
                     None => Box::pin(self.connect()).await?,
                 };
+                if let Some(work) = &work {
+                    sender.begin(work);
+                }
                 let sent = match &mut sender {
-                    Sender::Http1(sender) => sender.try_send_request(request).await,
+                    Sender::Http1(connection) => connection.sender.try_send_request(request).await,
                     Sender::Http2(stream) => {
                         to_http2(&mut request, self.scheme());
                         stream.sender.try_send_request(request).await
@@ -262,6 +286,10 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
                 };
                 match sent {
                     Ok(response) => {
+                        if let Some(work) = &work {
+                            work.answer();
+                            sender.forget_work();
+                        }
                         // A connection that has switched protocols takes no further request.
                         let stays = response.status() != StatusCode::SWITCHING_PROTOCOLS;
                         let connection = stays.then_some((sender, self));
@@ -331,10 +359,11 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             }));
             return Ok(Sender::Http2(stream));
         }
-        let io = TokioIo::new(ReplyStream::new(stream));
+        let work = CurrentWork::default();
+        let io = ObservedStream::new(TokioIo::new(ReplyStream::new(stream)), Arc::clone(&work));
         let (sender, connection) = self.http.handshake(io).await.map_err(UpstreamError::Unsent)?;
         spawn_connection(connection.with_upgrades());
-        Ok(Sender::Http1(sender))
+        Ok(Sender::Http1(Http1Connection { sender, work }))
     }
 }
 
@@ -429,15 +458,15 @@ impl<B: Send + 'static> UpstreamBody<B> {
     /// Keeps the connection for the next request. If its last message hasn't quite ended on the wire, a task waits for
     /// that; this is rare under load.
     fn return_to_pool(&mut self) {
-        let Some((Sender::Http1(mut sender), upstream)) = self.connection.take() else { return };
-        if sender.is_ready() {
-            upstream.http1.put(sender);
-        } else if !sender.is_closed()
+        let Some((Sender::Http1(mut connection), upstream)) = self.connection.take() else { return };
+        if connection.sender.is_ready() {
+            upstream.http1.put(connection);
+        } else if !connection.sender.is_closed()
             && let Ok(runtime) = Handle::try_current()
         {
             runtime.spawn(async move {
-                if sender.ready().await.is_ok() {
-                    upstream.http1.put(sender);
+                if connection.sender.ready().await.is_ok() {
+                    upstream.http1.put(connection);
                 }
             });
         }

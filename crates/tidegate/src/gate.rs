@@ -1,6 +1,7 @@
 //! The gate: asks a store for a decision on each call, by the rules of a policy.
 
 mod administration;
+mod kept_permits;
 mod next;
 mod observation;
 mod reservations;
@@ -25,6 +26,8 @@ use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
 use crate::report::{DecisionReport, PermitId};
+pub use kept_permits::KeptPermit;
+use kept_permits::KeptPermits;
 pub use next::NextPolicyError;
 pub use observation::DecidedCall;
 use observation::DecisionObserver;
@@ -41,6 +44,7 @@ struct GateInner<S, C> {
     seed: KeySeed,
     holder_ids: HolderIds,
     hold_times: HoldTimes,
+    kept_permits: Arc<KeptPermits>,
     decision_counts: Option<DecisionCounts>,
     observer: OnceLock<DecisionObserver>,
 }
@@ -135,8 +139,18 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let hold_times = HoldTimes::new(plan.limits());
         let decision_counts = counts.then(|| DecisionCounts::new(&plan));
         let holder_ids = HolderIds::new();
-        let observer = OnceLock::new();
-        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids, hold_times, decision_counts, observer }))
+        let (kept_permits, observer) = (Arc::default(), OnceLock::new());
+        Self(Arc::new(GateInner {
+            plan,
+            store,
+            clock,
+            seed,
+            holder_ids,
+            hold_times,
+            kept_permits,
+            decision_counts,
+            observer,
+        }))
     }
 
     /// The decisions of [`check`](Self::check) so far, by action, limit, outcome and reason. Each decision is counted
@@ -292,7 +306,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         } else {
             self.shared_batches(&own_batch, query.ip)
         };
-        Ok(Some(PermitGuard::new(self.clone(), own_batch, shared)))
+        Ok(Some(PermitGuard::new(self.clone(), query.ip, own_batch, shared)))
     }
 
     /// Returns a decision in the form for replies and logs; see [`DecisionReport`].
@@ -343,6 +357,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let mut batch = Batch::new(self.0.holder_ids.next());
         if let Err(error) = self.fill(&mut batch, actions, query, verb) {
             return self.begin_uncountable(error, query, verb);
+        }
+        if self.0.kept_permits.is_active()
+            && let Some(refusal) = self.count_abandoning_client(&batch, query.ip)
+        {
+            self.count(counted, query.ip, batch.ops(), &refusal);
+            return Ok(Check::Decided(refusal));
         }
         let mut answer = self.0.store.apply(&batch, self.0.clock.now());
         self.ask_again(&mut batch, query.ip, &mut answer);
@@ -412,6 +432,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let decision = self.decide_and_sign(batch, outcomes);
         if let Some(holder) = decision.permit {
             hold_times.begin(holder, self.0.clock.now());
+        } else if self.0.kept_permits.is_active() {
+            self.uncount_call(batch.holder());
         }
         decision
     }
@@ -495,12 +517,23 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// Maintains the store: forgets a share of its idle entries. Returns the entries that still counted but were
     /// removed because the store is full. A long-running program calls it about once a second.
     pub fn maintain(&self) -> Losses {
+        if self.0.kept_permits.is_active() {
+            self.end_kept_permits();
+        }
         self.0.store.maintain(self.0.clock.now())
     }
 
     /// Measures the time for which the holder of this batch had its permits.
     pub(crate) fn end_hold(&self, batch: &Batch) {
         self.0.hold_times.end(batch, self.0.clock.now());
+        if self.0.kept_permits.is_active() {
+            self.uncount_call(batch.holder());
+        }
+    }
+
+    /// Measures it no further.
+    pub(crate) fn forget_hold(&self, batch: &Batch) {
+        self.0.hold_times.take_start(batch.holder());
     }
 
     pub(crate) fn submit(&self, batch: &Batch) {

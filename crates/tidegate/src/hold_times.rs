@@ -1,4 +1,5 @@
-//! The times for which calls hold their permits: an estimate of the wait for the next permit.
+//! The times for which calls hold their permits: an estimate of the wait for the next permit, and of the end of a call that
+//! nobody waits for.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,6 +18,10 @@ const BUCKETS: usize = 64;
 const MAX_SAMPLES: u32 = 256;
 /// The shortest estimate.
 const MIN_ESTIMATE: Span = Span::from_secs(1);
+/// The number of periods over which the longest hold time is kept. Only those count in which calls have ended.
+const MAXIMA: usize = 5;
+/// The length of such a period.
+const MAXIMUM_PERIOD: Span = Span::from_secs(60);
 
 /// The hold times of all limits on calls in flight, as this process has seen them.
 #[derive(Debug)]
@@ -37,9 +42,19 @@ struct MeasuredPermits {
 struct LimitHoldTimes {
     id: LimitId,
     lease: Span,
-    histogram: Mutex<[u32; BUCKETS]>,
+    samples: Mutex<Samples>,
     /// The 90th percentile of hold times in microseconds, at most the lease. [`u64::MAX`] if none is known.
     estimate: AtomicU64,
+}
+
+/// The hold times of a limit.
+#[derive(Debug)]
+struct Samples {
+    histogram: [u32; BUCKETS],
+    /// The longest of each period, the last one first.
+    maxima: [Span; MAXIMA],
+    /// The start of the last period. The epoch means that no call has ended.
+    period_start: Time,
 }
 
 impl HoldTimes {
@@ -81,10 +96,28 @@ impl HoldTimes {
 
     /// Records that the holder of a batch has given its permits back.
     pub(crate) fn end(&self, batch: &Batch, now: Time) {
-        let Some(start) = self.measured.lock().starts.remove(&batch.holder()) else { return };
-        for limit in batch.ops().iter().filter_map(|op| self.limit(op.limit)) {
-            limit.record(now.since(start));
+        if let Some(start) = self.take_start(batch.holder()) {
+            self.record(batch, start, now);
         }
+    }
+
+    /// Measures the permit of this holder no further. Returns its start, if it was measured.
+    pub(crate) fn take_start(&self, holder: u64) -> Option<Time> {
+        self.measured.lock().starts.remove(&holder)
+    }
+
+    /// Records a call that held the permits of a batch from `start` to `now`.
+    pub(crate) fn record(&self, batch: &Batch, start: Time, now: Time) {
+        for limit in batch.ops().iter().filter_map(|op| self.limit(op.limit)) {
+            limit.record(now.since(start), now);
+        }
+    }
+
+    /// The longest recent hold time of the limits of a batch: of the last minutes in which calls have ended. In the first
+    /// of these minutes it is the lease.
+    pub(crate) fn longest(&self, batch: &Batch) -> Span {
+        let limits = batch.ops().iter().filter_map(|op| self.limit(op.limit));
+        limits.filter_map(|limit| limit.samples.lock().maxima.into_iter().max()).max().unwrap_or(self.longest_lease)
     }
 
     /// Replaces the wait for the end of a lease by the estimate, if that is shorter. A block isn't shortened.
@@ -106,13 +139,24 @@ impl HoldTimes {
 
 impl LimitHoldTimes {
     fn new(id: LimitId, lease: Span) -> Self {
-        Self { id, lease, histogram: Mutex::new([0; BUCKETS]), estimate: AtomicU64::new(u64::MAX) }
+        // The lease leaves after the first period, because it is its last place.
+        let mut maxima = [Span::ZERO; MAXIMA];
+        maxima[MAXIMA - 1] = lease;
+        let samples = Samples { histogram: [0; BUCKETS], maxima, period_start: Time::ZERO };
+        Self { id, lease, samples: Mutex::new(samples), estimate: AtomicU64::new(u64::MAX) }
     }
 
-    fn record(&self, held: Span) {
+    fn record(&self, held: Span, now: Time) {
         let width = (self.lease.as_micros() / BUCKETS as u64).max(1);
         let bucket = usize::try_from(held.as_micros() / width).unwrap_or(usize::MAX).min(BUCKETS - 1);
-        let mut histogram = self.histogram.lock();
+        let Samples { histogram, maxima, period_start } = &mut *self.samples.lock();
+        if *period_start == Time::ZERO {
+            *period_start = now;
+        } else if now.since(*period_start) >= MAXIMUM_PERIOD {
+            maxima.rotate_right(1);
+            (maxima[0], *period_start) = (Span::ZERO, now);
+        }
+        maxima[0] = maxima[0].max(held.min(self.lease));
         histogram[bucket] += 1;
         let total: u32 = histogram.iter().sum();
         let mut rest = total.div_ceil(10);

@@ -82,6 +82,7 @@ impl<S: Store, C: Clock> Drop for ReleaseGuard<S, C> {
         if !self.is_answered
             && let Some(release) = self.batch.to_release(self.gate.plan().limits())
         {
+            self.gate.end_hold(&release);
             self.gate.submit(&release);
         }
     }

@@ -98,7 +98,7 @@ where
                 request.headers_mut().insert(HOST, client.host.clone());
                 let path = request.uri().path_and_query().cloned();
                 *request.uri_mut() = path.map_or_else(Uri::default, Uri::from);
-                Box::pin(Arc::clone(client).send(request).err_into())
+                Box::pin(Arc::clone(client).send(request, None).err_into())
             }
             Self::Tls(clients) => {
                 let TlsClients { all_versions, http1 } = &**clients;

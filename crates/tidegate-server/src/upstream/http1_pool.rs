@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::PoolSettings;
+use super::work::CurrentWork;
 
 /// The number of steps in which an idle connection ages.
 pub(super) const AGE_STEPS: u32 = 4;
@@ -19,7 +20,13 @@ pub(super) struct Http1Pool<B> {
 
 struct IdleConnections<B> {
     current_age: u32,
-    stack: Vec<(u32, SendRequest<B>)>,
+    stack: Vec<(u32, Http1Connection<B>)>,
+}
+
+/// A connection, which takes one request at a time.
+pub(super) struct Http1Connection<B> {
+    pub(super) sender: SendRequest<B>,
+    pub(super) work: CurrentWork,
 }
 
 impl<B> Http1Pool<B> {
@@ -29,22 +36,22 @@ impl<B> Http1Pool<B> {
     }
 
     /// Returns the connection that was used last.
-    pub(super) fn take(&self) -> Option<SendRequest<B>> {
+    pub(super) fn take(&self) -> Option<Http1Connection<B>> {
         let mut idle = self.idle.lock();
-        while let Some((_, sender)) = idle.stack.pop() {
-            if sender.is_ready() {
-                return Some(sender);
+        while let Some((_, connection)) = idle.stack.pop() {
+            if connection.sender.is_ready() {
+                return Some(connection);
             }
         }
         None
     }
 
     /// Keeps a connection for the next request, if there is room.
-    pub(super) fn put(&self, sender: SendRequest<B>) {
+    pub(super) fn put(&self, connection: Http1Connection<B>) {
         let mut idle = self.idle.lock();
         if idle.stack.len() < self.settings.max_idle {
             let age = idle.current_age;
-            idle.stack.push((age, sender));
+            idle.stack.push((age, connection));
             if idle.stack.len() == 1 {
                 self.not_empty.notify_one();
             }
@@ -61,7 +68,8 @@ impl<B> Http1Pool<B> {
             let mut idle = self.idle.lock();
             idle.current_age = idle.current_age.wrapping_add(1);
             let age = idle.current_age;
-            idle.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());
+            idle.stack
+                .retain(|(since, connection)| age.wrapping_sub(*since) < AGE_STEPS && !connection.sender.is_closed());
         }
     }
 }

@@ -160,7 +160,12 @@ impl Peer {
     }
 
     pub(crate) async fn send(&mut self, bytes: impl AsRef<[u8]>) {
-        self.stream.write_all(bytes.as_ref()).await.unwrap();
+        self.try_send(bytes).await.unwrap();
+    }
+
+    /// Sends, as far as the other end takes it.
+    pub(crate) async fn try_send(&mut self, bytes: impl AsRef<[u8]>) -> std::io::Result<()> {
+        self.stream.write_all(bytes.as_ref()).await
     }
 
     /// Sends a request and reads its response.

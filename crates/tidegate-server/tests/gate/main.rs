@@ -1,6 +1,7 @@
 //! The gate over real sockets.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
+mod abandoned;
 mod access;
 mod access_log;
 mod alerts;

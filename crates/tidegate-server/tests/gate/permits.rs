@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use tidegate_core::Span;
 use tokio::net::TcpListener;
 
 use crate::common::{HELLO, PATIENCE, Peer, get, once, start, status};
@@ -59,6 +60,10 @@ async fn permits_return_when_client_or_upstream_disconnects() {
     let mut served = Peer::over(listener.accept().await.unwrap().0);
     served.message().await;
     drop(client);
+    assert!(served.ends().await);
+    drop(served);
+    assert_eq!(status(&once(gate.inbound, get("/one")).await), 429, "something behind the upstream may still work");
+    gate.clock.advance(Span::from_secs(30));
     eventually_admitted(gate.inbound, &listener).await;
 
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -50,7 +50,7 @@ impl<S: Store, C: Clock + Clone> Gate<S, C> {
     /// # Errors
     /// See [`NextPolicyError`].
     pub fn next(&self, policy: &Policy) -> Result<Self, NextPolicyError> {
-        let GateInner { plan, store, clock, seed, hold_times, decision_counts, .. } = &*self.0;
+        let GateInner { plan, store, clock, seed, hold_times, kept_permits, decision_counts, .. } = &*self.0;
         let next = policy.plan();
         if !has_same_ids(plan, next) {
             return Err(NextPolicyError::OtherIds);
@@ -68,6 +68,7 @@ impl<S: Store, C: Clock + Clone> Gate<S, C> {
             seed: seed.clone(),
             holder_ids: HolderIds::new(),
             hold_times: hold_times.next(next.limits()),
+            kept_permits: Arc::clone(kept_permits),
             decision_counts,
             observer: OnceLock::new(),
         })))

@@ -1,0 +1,278 @@
+//! Clients that go away under a limit on calls in flight, in front of servers that don't notice.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::sync::{Notify, Semaphore};
+
+use crate::common::{HELLO, PATIENCE, Peer, get, once, post, start, status};
+
+const NEIGHBOUR: [u8; 4] = [127, 0, 0, 2];
+
+/// A policy of two calls at a time for all clients together, or for each one.
+fn two(key: &str, inbound: &str) -> String {
+    format!(
+        "[inbound]\nhttp2 = \"always\"\n{inbound}\n[inbound.action.two]\nmatch = {{ path = \"/*\" }}\nlimit = \"2 in \
+         flight\"\nkey = [\"{key}\"]\n"
+    )
+}
+
+/// A server that doesn't watch its connections: it reads a request, works until the test lets it end, and answers.
+#[derive(Clone)]
+struct Worker {
+    address: SocketAddr,
+    working: Arc<AtomicUsize>,
+    most: Arc<AtomicUsize>,
+    begun: Arc<AtomicUsize>,
+    has_begun: Arc<Notify>,
+    /// The works that may end.
+    ends: Arc<Semaphore>,
+}
+
+impl Worker {
+    async fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let worker = Self {
+            address: listener.local_addr().unwrap(),
+            working: Arc::default(),
+            most: Arc::default(),
+            begun: Arc::default(),
+            has_begun: Arc::default(),
+            ends: Arc::new(Semaphore::new(0)),
+        };
+        let started = worker.clone();
+        tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let worker = started.clone();
+                tokio::spawn(async move {
+                    let mut peer = Peer::over(stream);
+                    while peer.try_message().await.is_some() {
+                        worker.work().await;
+                        if peer.try_send(HELLO).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        worker
+    }
+
+    async fn work(&self) {
+        let working = self.working.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(working, Ordering::SeqCst);
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        self.has_begun.notify_one();
+        self.ends.acquire().await.unwrap().forget();
+        self.working.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn most(&self) -> usize {
+        self.most.load(Ordering::SeqCst)
+    }
+
+    /// Waits until this many works have begun since the start.
+    async fn until_begun(&self, count: usize) {
+        let begun = async {
+            while self.begun.load(Ordering::SeqCst) < count {
+                self.has_begun.notified().await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, begun).await.expect("the work begins");
+    }
+
+    /// Lets this many works end, and waits until they have.
+    async fn end(&self, count: usize) {
+        let left = self.working.load(Ordering::SeqCst) - count;
+        self.ends.add_permits(count);
+        until(|| self.working.load(Ordering::SeqCst) <= left).await;
+    }
+}
+
+async fn until(mut is_true: impl FnMut() -> bool) {
+    let waiting = async {
+        while !is_true() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, waiting).await.expect("it happens in time");
+}
+
+/// Connects from another address of this machine.
+async fn connect_from(ip: [u8; 4], to: SocketAddr) -> Peer {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind((ip, 0).into()).unwrap();
+    Peer::over(socket.connect(to).await.unwrap())
+}
+
+/// Sends this request until the server works on it or its answer is there; then goes away. Returns true if the server
+/// works on it.
+async fn abort(gate: SocketAddr, worker: &Worker, request: &str) -> bool {
+    let begun = worker.begun.load(Ordering::SeqCst);
+    let mut client = Peer::connect(gate).await;
+    client.send(request).await;
+    tokio::select! {
+        answer = client.message() => {
+            assert_eq!(status(&answer), 429);
+            false
+        }
+        () = worker.until_begun(begun + 1) => true,
+    }
+}
+
+/// Sends requests until one gets a reply that isn't a refusal, while the server ends each work at once.
+async fn eventually_served(gate: SocketAddr) {
+    let served = async {
+        while status(&once(gate, get("/x")).await) != 200 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, served).await.expect("the permit comes back");
+}
+
+#[tokio::test]
+async fn aborted_http1_calls_are_no_more_work_than_the_limit() {
+    for (key, share) in [("action", 1), ("client_ip", 2)] {
+        let worker = Worker::start().await;
+        let gate = start(worker.address, &two(key, "")).await;
+        let mut admitted = 0;
+        for _ in 0..200 {
+            admitted += usize::from(abort(gate.inbound, &worker, &get("/x")).await);
+        }
+        assert_eq!((admitted, worker.most()), (share, share), "{key}");
+        // Another client still has its part.
+        let mut neighbour = connect_from(NEIGHBOUR, gate.inbound).await;
+        neighbour.send(get("/x")).await;
+        worker.until_begun(admitted + 1).await;
+        worker.end(admitted + 1).await;
+        assert_eq!(status(&neighbour.message().await), 200);
+        worker.ends.add_permits(1000);
+        eventually_served(gate.inbound).await;
+    }
+}
+
+#[tokio::test]
+async fn reset_http2_streams_are_no_more_work_than_the_limit() {
+    let worker = Worker::start().await;
+    let gate = start(worker.address, &two("action", "")).await;
+    let stream = tokio::net::TcpStream::connect(gate.inbound).await.unwrap();
+    let (client, connection) = h2::client::Builder::new().handshake::<_, bytes::Bytes>(stream).await.unwrap();
+    tokio::spawn(connection);
+    for wave in 0..20 {
+        let mut answers = Vec::new();
+        for _ in 0..10 {
+            let request = http::Request::get("http://gate.test/x").body(()).unwrap();
+            answers.push(client.clone().ready().await.unwrap().send_request(request, true).unwrap().0);
+        }
+        if wave == 0 {
+            worker.until_begun(2).await;
+        } else {
+            for answer in answers.drain(..9) {
+                let _ = tokio::time::timeout(Duration::from_millis(50), answer).await;
+            }
+        }
+        // Drops the streams, which resets them.
+        drop(answers);
+    }
+    assert_eq!(worker.most(), 2);
+    worker.end(2).await;
+    // The share of a client that has aborted calls is one of two.
+    let mut neighbour = connect_from(NEIGHBOUR, gate.inbound).await;
+    let mut answers = Vec::new();
+    for _ in 0..10 {
+        let request = http::Request::get("http://gate.test/x").body(()).unwrap();
+        answers.push(client.clone().ready().await.unwrap().send_request(request, true).unwrap().0);
+    }
+    worker.until_begun(3).await;
+    neighbour.send(get("/x")).await;
+    worker.until_begun(4).await;
+    worker.end(2).await;
+    assert_eq!((status(&neighbour.message().await), worker.most()), (200, 2));
+}
+
+#[tokio::test]
+async fn a_request_without_the_rest_of_its_body_keeps_its_permit() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gate = start(listener.local_addr().unwrap(), &two("client_ip", "")).await;
+    let mut working = Vec::new();
+    for _ in 0..2 {
+        let mut client = Peer::connect(gate.inbound).await;
+        client.send(post("/x", "begun").replace("content-length: 5", "content-length: 100")).await;
+        let mut served = Peer::over(listener.accept().await.unwrap().0);
+        served.exactly(20).await;
+        working.push(served);
+    }
+    // The gate sees the ends of its clients by the ends of its connections.
+    for served in &mut working {
+        served.all().await;
+    }
+    let refused = once(gate.inbound, get("/x")).await;
+    assert_eq!(status(&refused), 429);
+    working[0].send(HELLO).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    let admitted = async {
+        loop {
+            client.send(get("/x")).await;
+            tokio::select! {
+                answer = client.message() => assert_eq!(status(&answer), 429),
+                served = listener.accept() => break served.unwrap().0,
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, admitted).await.expect("the answer ends the work");
+}
+
+#[tokio::test]
+async fn a_server_that_has_answered_notices_by_itself() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gate = start(listener.local_addr().unwrap(), &two("action", "")).await;
+    for _ in 0..20 {
+        let mut client = Peer::connect(gate.inbound).await;
+        client.send(get("/x")).await;
+        let mut served = Peer::over(listener.accept().await.unwrap().0);
+        served.message().await;
+        served.send("HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nbegun").await;
+        client.exactly(20).await;
+        drop(client);
+        assert_eq!(served.all().await, "", "the connection is closed");
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_was_not_sent_keeps_nothing() {
+    // A server whose queue of connections is full, so that connecting takes long.
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    socket.listen(0).unwrap();
+    let address = socket.local_addr().unwrap().as_socket().unwrap();
+    let mut queued = Vec::new();
+    while let Ok(Ok(stream)) =
+        tokio::time::timeout(Duration::from_millis(200), tokio::net::TcpStream::connect(address)).await
+    {
+        queued.push(stream);
+    }
+    let gate = start(address, &two("action", "")).await;
+    for _ in 0..10 {
+        let mut client = Peer::connect(gate.inbound).await;
+        client.send(get("/x")).await;
+        let answer = tokio::time::timeout(Duration::from_millis(20), client.message()).await;
+        assert!(answer.is_err(), "it is admitted, and waits: {answer:?}");
+        drop(client);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn kept_permits_do_not_delay_a_shutdown() {
+    let worker = Worker::start().await;
+    let mut gate = start(worker.address, &two("client_ip", "")).await;
+    for _ in 0..4 {
+        abort(gate.inbound, &worker, &get("/x")).await;
+    }
+    let ended = tokio::time::timeout(Duration::from_secs(5), gate.stop()).await.expect("it stops at once");
+    assert_eq!((ended.unwrap().cut_off, worker.working.load(Ordering::SeqCst)), (0, 2));
+}

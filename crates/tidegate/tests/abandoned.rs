@@ -1,0 +1,185 @@
+//! The permits of calls whose clients go away.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use tidegate::clock::ManualClock;
+use tidegate::policy::{Policy, PolicySources, Query};
+use tidegate::store::Memory;
+use tidegate::{Decision, Gate, PermitGuard, Span};
+
+type MemoryGate = Gate<Memory, ManualClock>;
+
+const FOUR: &str = "[inbound.action.report]\nlimit = \"4 in flight\"\nkey = [\"action\"]\n";
+
+fn sources(toml: &str) -> PolicySources {
+    PolicySources::new().file("test.toml", toml)
+}
+
+fn gate(toml: &str) -> (MemoryGate, ManualClock, Policy) {
+    let policy = Policy::load(sources(toml)).unwrap_or_else(|errors| panic!("{errors}"));
+    let clock = ManualClock::default();
+    clock.advance(Span::from_secs(1));
+    (Gate::in_memory(&policy, clock.clone()), clock, policy)
+}
+
+fn query(ip: &str) -> Query<'_> {
+    Query { action: Some("report"), ip: Some(ip.parse().unwrap()), ..Query::default() }
+}
+
+fn begin(gate: &MemoryGate, ip: &str) -> Result<PermitGuard<Memory, ManualClock>, Decision> {
+    let decision = gate.check_now(&query(ip)).unwrap();
+    gate.hold_permit(&query(ip), &decision).unwrap().ok_or(decision)
+}
+
+/// Makes a call that lasts this long, and ends.
+fn call(gate: &MemoryGate, clock: &ManualClock, millis: u64) {
+    let permit = begin(gate, "192.0.2.1").unwrap();
+    clock.advance(Span::from_millis(millis));
+    drop(permit);
+}
+
+/// The number of permits that are free for clients that abandon nothing.
+fn free(gate: &MemoryGate) -> usize {
+    (1..=9).map_while(|number| begin(gate, &format!("198.51.100.{number}")).ok()).collect::<Vec<_>>().len()
+}
+
+/// A call of a client for itself, which it abandons. Returns the milliseconds for which its permit is kept.
+fn kept_for(gate: &MemoryGate, clock: &ManualClock, abandoned_after: u64) -> u64 {
+    let permit = begin(gate, "203.0.113.1").unwrap();
+    clock.advance(Span::from_millis(abandoned_after));
+    drop(permit.keep());
+    let kept = (0..).find(|_| {
+        clock.advance(Span::from_millis(100));
+        free(gate) == 4
+    });
+    (kept.unwrap() + 1) * 100
+}
+
+#[test]
+fn a_kept_permit_ends_when_the_longest_recent_call_would() {
+    let (gate, clock, _) = gate(FOUR);
+    assert_eq!(kept_for(&gate, &clock, 10_000), 20_000, "nothing is known but the lease");
+    call(&gate, &clock, 2_000);
+    assert_eq!(kept_for(&gate, &clock, 0), 30_000, "a single call may be a short one");
+    clock.advance(Span::from_secs(60));
+    // The periods begin with the first call that ends in them.
+    call(&gate, &clock, 1_000);
+    call(&gate, &clock, 3_000);
+    call(&gate, &clock, 500);
+    assert_eq!(kept_for(&gate, &clock, 0), 3_000);
+    assert_eq!(kept_for(&gate, &clock, 1_000), 2_000, "since the start of the call");
+    assert_eq!(kept_for(&gate, &clock, 5_000), 100, "it has lasted for longer already");
+    for _ in 0..20 {
+        begin(&gate, "203.0.113.2").unwrap().cancel();
+        drop(begin(&gate, "203.0.113.3").unwrap().keep());
+        clock.advance(Span::from_secs(60));
+    }
+    assert_eq!(kept_for(&gate, &clock, 0), 3_000, "neither abandoned calls nor those without work shorten it");
+    for _ in 0..5 {
+        clock.advance(Span::from_secs(60));
+        call(&gate, &clock, 500);
+    }
+    assert_eq!(kept_for(&gate, &clock, 0), 500, "longer calls of earlier minutes are forgotten");
+}
+
+#[test]
+fn a_kept_permit_ends_with_the_work_that_is_observed() {
+    let (gate, clock, _) = gate(FOUR);
+    call(&gate, &clock, 1_000);
+    clock.advance(Span::from_secs(60));
+    call(&gate, &clock, 1_000);
+    let observed = begin(&gate, "203.0.113.1").unwrap().keep();
+    clock.advance(Span::from_millis(200));
+    observed.end();
+    assert_eq!((free(&gate), gate.kept_permits()), (4, 0), "before its likely end");
+    let observed = begin(&gate, "203.0.113.1").unwrap().keep();
+    clock.advance(Span::from_secs(20));
+    assert_eq!((free(&gate), gate.kept_permits()), (3, 1), "it goes on");
+    drop(observed);
+    assert_eq!((free(&gate), gate.kept_permits()), (4, 0));
+    let observed = begin(&gate, "203.0.113.1").unwrap().keep();
+    clock.advance(Span::from_millis(29_999));
+    assert_eq!(free(&gate), 3);
+    clock.advance(Span::from_millis(1));
+    assert_eq!(free(&gate), 4, "30 s are the most");
+    observed.end();
+}
+
+#[test]
+fn a_client_that_abandons_calls_has_half_of_a_limit() {
+    let (gate, clock, _) = gate(FOUR);
+    let abandon = |count: usize| {
+        let begun: Vec<_> = (0..10).map_while(|_| begin(&gate, "203.0.113.1").ok()).collect();
+        assert_eq!(begun.len(), count);
+        begun.into_iter().for_each(|permit| drop(permit.keep()));
+    };
+    abandon(4);
+    clock.advance(Span::from_secs(30));
+    for _ in 0..5 {
+        let long = begin(&gate, "192.0.2.1").unwrap();
+        abandon(2);
+        clock.advance(Span::from_secs(15));
+        abandon(0);
+        let refused = begin(&gate, "203.0.113.1").unwrap_err();
+        let wait = refused.retry_after.map(Span::as_secs_ceil);
+        assert_eq!((refused.limit, refused.remaining, wait), (Some(4), Some(0), Some(15)));
+        assert_eq!(free(&gate), 1, "others have the rest");
+        clock.advance(Span::from_secs(15));
+        drop(long);
+    }
+    // Calls that end count towards the share while they run.
+    let running = [begin(&gate, "203.0.113.1").unwrap(), begin(&gate, "203.0.113.1").unwrap()];
+    assert!(begin(&gate, "203.0.113.1").is_err());
+    drop(running);
+    assert!(begin(&gate, "203.0.113.1").is_ok());
+    clock.advance(Span::from_secs(60));
+    abandon(4);
+}
+
+#[test]
+fn an_ipv6_network_is_one_client() {
+    let (gate, ..) = gate(FOUR);
+    let begun = ["2001:db8::1", "2001:db8::2", "2001:db8::3"].map(|ip| begin(&gate, ip).unwrap());
+    begun.into_iter().for_each(|permit| drop(permit.keep()));
+    assert!(begin(&gate, "2001:db8::4").is_err());
+    assert!(begin(&gate, "2001:db8:0:1::1").is_ok());
+}
+
+#[test]
+fn a_limit_of_each_client_has_no_shares() {
+    let (gate, ..) = gate("[inbound.action.report]\nlimit = \"4 in flight\"\n");
+    for kept in 0..4 {
+        assert_eq!(gate.kept_permits(), kept);
+        drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    }
+    assert!(begin(&gate, "203.0.113.1").is_err());
+    assert_eq!(free(&gate), 9);
+}
+
+#[test]
+fn kept_permits_outlive_a_change_of_the_policy() {
+    let (first, clock, policy) = gate(FOUR);
+    let begun = [(); 3].map(|()| begin(&first, "203.0.113.1").unwrap());
+    begun.into_iter().for_each(|permit| drop(permit.keep()));
+    let second = first.next(&policy.load_next(sources(&FOUR.replace('4', "6"))).unwrap()).unwrap();
+    assert_eq!((free(&second), second.kept_permits()), (3, 3));
+    assert!(begin(&second, "203.0.113.1").is_err(), "half of six");
+    clock.advance(Span::from_secs(30));
+    second.maintain();
+    assert_eq!((second.kept_permits(), free(&second)), (0, 6));
+}
+
+/// The permits of many abandoned calls end with their lease.
+#[test]
+fn kept_permits_are_bounded() {
+    let (gate, clock, _) = gate("[inbound.action.report]\nlimit = \"4 in flight\"\n");
+    for number in 0..3_000 {
+        for _ in 0..4 {
+            drop(begin(&gate, &format!("10.0.{}.{}", number / 250, number % 250)).unwrap().keep());
+        }
+    }
+    assert_eq!(gate.kept_permits(), 4096);
+    assert!(begin(&gate, "10.0.11.249").is_err(), "the last ones are kept as well");
+    clock.advance(Span::from_secs(30));
+    assert!(begin(&gate, "10.0.11.249").is_ok() && begin(&gate, "10.0.0.0").is_ok());
+    assert_eq!(gate.kept_permits(), 0);
+}
