@@ -100,8 +100,8 @@ pub use reservation::{ReplyReservation, ReservationToken, ReservationTokenError,
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
     AccessLogMode, AdminConfig, ApiConfig, CompatibleServer, HeaderDialect, InboundCaps, InboundConfig,
-    InboundTimeouts, LogConfig, LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, RlsAlgorithm, RlsConfig,
-    UpstreamAddress, UpstreamTls,
+    InboundTimeouts, LogConfig, LogFormat, LogLevel, NamedToken, OnDisconnect, ReloadConfig, RespConfig, RlsAlgorithm,
+    RlsConfig, UpstreamAddress, UpstreamTls,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

@@ -35,6 +35,8 @@ pub struct InboundConfig {
     pub path_quirks: PathQuirks,
     /// The treatment of paths that can be read in several ways. Default [`AmbiguousPaths::Union`].
     pub ambiguous_paths: AmbiguousPaths,
+    /// The end of calls under a limit on calls in flight whose client goes away. Default [`OnDisconnect::Close`].
+    pub on_disconnect: OnDisconnect,
     /// The number of bits of an IPv6 address that are one client: 32 to 64. Default 64.
     pub ipv6_prefix: u8,
     /// The rate-limit headers of responses. Default [`HeaderDialect::Draft10`].
@@ -104,6 +106,17 @@ impl fmt::Display for UpstreamAddress {
             None => write!(f, "{}://{}", if self.https { "https" } else { "http" }, self.authority()),
         }
     }
+}
+
+/// The end of a call under a limit on calls in flight whose client goes away before the reply has begun.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnDisconnect {
+    /// The connection to the upstream is closed, so that a server that watches it stops. The call keeps its permit until its
+    /// work is over or likely over, for at most 30 s.
+    #[default]
+    Close,
+    /// The call goes on, for at most [`InboundTimeouts::response`], and its reply is discarded.
+    Finish,
 }
 
 /// The rate-limit headers of a response.

@@ -14,6 +14,7 @@ use hyper::body::Incoming;
 use tokio::time::Sleep;
 
 use crate::access_log::LoggedBody;
+use crate::finish::finish_response;
 use crate::hop_headers;
 use crate::permit_renewer::PermitHandle;
 use crate::upstream::UpstreamBody;
@@ -139,6 +140,8 @@ pub(crate) struct Download {
     watch: Arc<ConnectionWatch>,
     /// The request's permit under limits on calls in flight, held until the last byte has passed.
     permit: Option<PermitHandle>,
+    /// The time within which the response is read to its end if the client goes away; `None` if it isn't.
+    finish_timeout: Option<Duration>,
     expectation: Option<Arc<ContinueExpectation>>,
 }
 
@@ -147,9 +150,10 @@ impl Download {
         inner: UpstreamBody,
         watch: Arc<ConnectionWatch>,
         permit: Option<PermitHandle>,
+        finish_timeout: Option<Duration>,
         expectation: Option<Arc<ContinueExpectation>>,
     ) -> Self {
-        let mut download = Self { inner, watch, permit, expectation };
+        let mut download = Self { inner, watch, permit, finish_timeout, expectation };
         if download.inner.is_end_stream() {
             download.permit = None;
             download.watch.enter(ConnectionPhase::Idle);
@@ -173,9 +177,11 @@ impl Drop for Download {
         if let Some(expectation) = &self.expectation {
             expectation.end_wait(ContinueOutcome::Abandoned);
         }
-        if let Some(permit) = self.permit.take() {
+        match (self.permit.take(), self.finish_timeout) {
+            (Some(permit), Some(timeout)) => finish_response(self.inner.take(), permit, timeout),
             // The upstream notices that nobody reads what it writes. The time until then is not that of a call.
-            permit.work.cancel();
+            (Some(permit), None) => permit.work.cancel(),
+            (None, _) => {}
         }
     }
 }

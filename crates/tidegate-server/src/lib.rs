@@ -77,6 +77,7 @@ mod dashboard;
 pub mod descriptors;
 mod displacement;
 mod events;
+mod finish;
 mod fleet;
 mod framing;
 mod gateway;

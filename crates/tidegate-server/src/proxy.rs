@@ -22,10 +22,12 @@ use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason, Time};
 use tidegate_policy::{
-    Forwarding, InboundConfig, TIDEGATE_RESERVATION, UNIX_PEER, UpstreamAddress, canonical_ip, is_host, is_same_host,
+    Forwarding, InboundConfig, OnDisconnect, TIDEGATE_RESERVATION, UNIX_PEER, UpstreamAddress, canonical_ip, is_host,
+    is_same_host,
 };
 
 use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, Upload};
+use crate::finish::FinishedCall;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, set_connection_close};
@@ -49,6 +51,8 @@ pub(crate) struct ProxyState<S: Store, C: Clock> {
     pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) forwarding: Forwarding,
     pub(crate) body_cap: u64,
+    /// The time within which calls in flight are finished whose client has gone away; `None` if they aren't.
+    pub(crate) finish_timeout: Option<Duration>,
     pub(crate) permit_renewer: Arc<PermitRenewer>,
     pub(crate) refusals: Arc<RefusalLog>,
     pub(crate) metrics: Arc<RequestMetrics>,
@@ -70,6 +74,7 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
             upstream,
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
+            finish_timeout: (inbound.on_disconnect == OnDisconnect::Finish).then_some(inbound.timeouts.response),
             permit_renewer,
             refusals,
             metrics,
@@ -324,7 +329,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
     async fn forward(
         &self,
         mut request: Request<Incoming>,
-        AdmittedRequest { actions, decision, decided_at, permit }: AdmittedRequest,
+        AdmittedRequest { actions, decision, decided_at, mut permit }: AdmittedRequest,
     ) -> Response<ResponseBody> {
         let proxy = &*self.proxy;
         let has_body = !request.body().is_end_stream();
@@ -379,12 +384,11 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 Upload::empty()
             }
         });
-        let work = permit.as_ref().map(|permit| &permit.work);
-        let mut response = match self.send(request, work).await {
+        let mut response = match self.send(request, &mut permit, has_body).await {
             Ok(response) => response,
             Err(failure) => {
-                if let Some(work) = work.filter(|_| !self.may_be_worked_on(&failure)) {
-                    work.cancel();
+                if let Some(permit) = permit.filter(|_| !self.may_be_worked_on(&failure)) {
+                    permit.work.cancel();
                 }
                 return self.failure_response(&failure, has_body);
             }
@@ -410,31 +414,30 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             set_connection_close(&mut response);
         }
         response.map(|body| {
-            ResponseBody::Stream(Box::new(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
+            let watch = Arc::clone(&self.watch);
+            ResponseBody::Stream(Box::new(Download::new(body, watch, permit, proxy.finish_timeout, expectation)))
         })
     }
 
-    /// Sends a request, a second time if the upstream has not processed it and it has no body.
+    /// Sends a request, and waits for the head of the response.
     async fn send(
         &self,
         request: Request<Upload>,
-        work: Option<&Arc<UpstreamWork>>,
+        permit: &mut Option<PermitHandle>,
+        has_body: bool,
     ) -> Result<Response<UpstreamBody>, UpstreamError> {
-        let upstream = &self.proxy.upstream;
-        // Over HTTP/1.1 the upstream doesn't tell.
-        let copy = (upstream.speaks_http2() && request.body().is_end_stream()).then(|| copy_head(&request));
-        match (self.send_once(request, work).await, copy) {
-            (Err(UpstreamError::Unprocessed(_)), Some(copy)) => self.send_once(copy, work).await,
-            (sent, _) => sent,
+        let work = permit.as_ref().map(|permit| Arc::clone(&permit.work));
+        let upstream = Arc::clone(&self.proxy.upstream);
+        if let Some(timeout) = self.proxy.finish_timeout
+            && let Some(held) = permit.take()
+        {
+            let sending = send_request(upstream, request, work);
+            let call = FinishedCall::new(sending, held, Arc::clone(&self.watch), has_body, timeout);
+            let sent;
+            (sent, *permit) = call.response().await;
+            return sent.unwrap_or(Err(UpstreamError::Timeout));
         }
-    }
-
-    async fn send_once(
-        &self,
-        request: Request<Upload>,
-        work: Option<&Arc<UpstreamWork>>,
-    ) -> Result<Response<UpstreamBody>, UpstreamError> {
-        let mut sending = pin!(Arc::clone(&self.proxy.upstream).send(request, work.cloned()));
+        let mut sending = pin!(send_request(upstream, request, work));
         poll_fn(|cx| match self.watch.must_end_phase() {
             true => Poll::Ready(Err(UpstreamError::Timeout)),
             false => sending.as_mut().poll(cx),
@@ -474,6 +477,20 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         }
         self.watch.enter(ConnectionPhase::Idle);
         response
+    }
+}
+
+/// Sends a request, a second time if the upstream has not processed it and it has no body.
+async fn send_request(
+    upstream: Arc<UpstreamClient>,
+    request: Request<Upload>,
+    work: Option<Arc<UpstreamWork>>,
+) -> Result<Response<UpstreamBody>, UpstreamError> {
+    // Over HTTP/1.1 the upstream doesn't tell.
+    let copy = (upstream.speaks_http2() && request.body().is_end_stream()).then(|| copy_head(&request));
+    match (Arc::clone(&upstream).send(request, work.clone()).await, copy) {
+        (Err(UpstreamError::Unprocessed(_)), Some(copy)) => upstream.send(copy, work).await,
+        (sent, _) => sent,
     }
 }
 

@@ -455,6 +455,11 @@ impl<B: Send + 'static> UpstreamBody<B> {
         body
     }
 
+    /// Takes the rest of the body.
+    pub(crate) fn take(&mut self) -> Self {
+        Self { inner: self.inner.take(), connection: self.connection.take() }
+    }
+
     /// Keeps the connection for the next request. If its last message hasn't quite ended on the wire, a task waits for
     /// that; this is rare under load.
     fn return_to_pool(&mut self) {

@@ -21,8 +21,8 @@ use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
     AccessLogMode, AdminConfig, ApiConfig, CompatibleServer, HeaderDialect, InboundCaps, InboundConfig,
-    InboundTimeouts, LogConfig, LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, UpstreamAddress,
-    UpstreamTls,
+    InboundTimeouts, LogConfig, LogFormat, LogLevel, NamedToken, OnDisconnect, ReloadConfig, RespConfig,
+    UpstreamAddress, UpstreamTls,
 };
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
@@ -48,6 +48,7 @@ const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
     [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
 const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
     [("union", AmbiguousPaths::Union), ("refuse", AmbiguousPaths::Refuse), ("normalise", AmbiguousPaths::Normalise)];
+const ON_DISCONNECT: [(&str, OnDisconnect); 2] = [("close", OnDisconnect::Close), ("finish", OnDisconnect::Finish)];
 const HEADER_DIALECTS: [(&str, HeaderDialect); 3] =
     [("draft-10", HeaderDialect::Draft10), ("draft-7", HeaderDialect::Draft7), ("none", HeaderDialect::None)];
 const ACCESS_LOG_MODES: [(&str, AccessLogMode); 3] =
@@ -73,6 +74,8 @@ setting_keys! {
             "spellings that the upstream treats as the same path: encoded_slash, parameters, case, caddy, windows; [] for none";
         ambiguous_paths: AmbiguousPaths = "union", Words(&AMBIGUOUS_PATHS),
             "paths that servers read differently: union to count every reading, refuse, or normalise to forward one";
+        on_disconnect: OnDisconnect = "close", Words(&ON_DISCONNECT),
+            "calls in flight whose client goes away: close the connection to the upstream, and keep the permit while it may still work, or finish the call";
         ipv6_prefix: u8 = "64", Whole(*Ipv6Prefix::LENGTHS.start() as u64, *Ipv6Prefix::LENGTHS.end() as u64),
             "the bits of an IPv6 address that identify a client: 32 to 64";
         headers: HeaderDialect = "draft-10", Words(&HEADER_DIALECTS),
@@ -187,7 +190,7 @@ impl DocumentReader<'_> {
                 .help("for the decision API alone, leave `listen` out here; [api] has one of its own");
         }
         let config = read_struct!(self, table, INBOUND => InboundConfig {
-            upstream, upstream_http2, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
+            upstream, upstream_http2, path_quirks, ambiguous_paths, on_disconnect, ipv6_prefix, headers, x_ratelimit;
             listen: listen?, upstream_tls: upstream_tls?, forwarding: Forwarding { trusted: Networks::new(trusted?), header: header? }, timeouts: timeouts?, caps: caps?
         })?;
         let is_https = config.upstream.as_ref().is_some_and(UpstreamAddress::is_https);

@@ -27,6 +27,7 @@ struct Worker {
     working: Arc<AtomicUsize>,
     most: Arc<AtomicUsize>,
     begun: Arc<AtomicUsize>,
+    connections: Arc<AtomicUsize>,
     has_begun: Arc<Notify>,
     /// The works that may end.
     ends: Arc<Semaphore>,
@@ -40,6 +41,7 @@ impl Worker {
             working: Arc::default(),
             most: Arc::default(),
             begun: Arc::default(),
+            connections: Arc::default(),
             has_begun: Arc::default(),
             ends: Arc::new(Semaphore::new(0)),
         };
@@ -48,6 +50,7 @@ impl Worker {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
                 let worker = started.clone();
+                worker.connections.fetch_add(1, Ordering::SeqCst);
                 tokio::spawn(async move {
                     let mut peer = Peer::over(stream);
                     while peer.try_message().await.is_some() {
@@ -196,8 +199,14 @@ async fn reset_http2_streams_are_no_more_work_than_the_limit() {
 
 #[tokio::test]
 async fn a_request_without_the_rest_of_its_body_keeps_its_permit() {
+    for inbound in ["", FINISH] {
+        abandon_uploads(inbound).await;
+    }
+}
+
+async fn abandon_uploads(inbound: &str) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let gate = start(listener.local_addr().unwrap(), &two("client_ip", "")).await;
+    let gate = start(listener.local_addr().unwrap(), &two("client_ip", inbound)).await;
     let mut working = Vec::new();
     for _ in 0..2 {
         let mut client = Peer::connect(gate.inbound).await;
@@ -275,4 +284,63 @@ async fn kept_permits_do_not_delay_a_shutdown() {
     }
     let ended = tokio::time::timeout(Duration::from_secs(5), gate.stop()).await.expect("it stops at once");
     assert_eq!((ended.unwrap().cut_off, worker.working.load(Ordering::SeqCst)), (0, 2));
+}
+
+const FINISH: &str = "on_disconnect = \"finish\"";
+
+#[tokio::test]
+async fn finished_calls_end_with_their_replies() {
+    let worker = Worker::start().await;
+    let gate = start(worker.address, &two("client_ip", FINISH)).await;
+    for round in 1..=3 {
+        for call in 0..10 {
+            assert_eq!(abort(gate.inbound, &worker, &post("/x", "whole")).await, call < 2);
+        }
+        worker.end(2).await;
+        worker.ends.add_permits(1);
+        eventually_served(gate.inbound).await;
+        assert_eq!(worker.begun.load(Ordering::SeqCst), 3 * round);
+    }
+    assert_eq!((worker.most(), worker.connections.load(Ordering::SeqCst)), (2, 2), "connections are used again");
+}
+
+#[tokio::test]
+async fn a_reply_that_has_begun_is_finished() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gate = start(listener.local_addr().unwrap(), &two("client_ip", FINISH)).await;
+    let mut begun = Vec::new();
+    for _ in 0..2 {
+        let mut client = Peer::connect(gate.inbound).await;
+        client.send(get("/x")).await;
+        let mut served = Peer::over(listener.accept().await.unwrap().0);
+        served.message().await;
+        served.send("HTTP/1.1 200 OK\r\ncontent-length: 100000000\r\n\r\nbegun").await;
+        client.exactly(20).await;
+        drop(client);
+        // More than fits in the buffers of a connection that nobody reads.
+        served.send(vec![b'x'; 50_000_000]).await;
+        begun.push(served);
+    }
+    assert_eq!(status(&once(gate.inbound, get("/x")).await), 429);
+    begun[0].send(vec![b'x'; 100_000_000 - 50_000_000 - 5]).await;
+    let mut served = begun.swap_remove(0);
+    tokio::select! {
+        () = eventually_served(gate.inbound) => {}
+        () = async { loop { served.message().await; served.send(HELLO).await; } } => {}
+    }
+}
+
+#[tokio::test]
+async fn a_call_is_finished_within_the_time_for_a_reply() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let policy = two("client_ip", &format!("{FINISH}\ntimeouts.response = \"400ms\""));
+    let gate = start(listener.local_addr().unwrap(), &policy).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    client.send(get("/x")).await;
+    let mut served = Peer::over(listener.accept().await.unwrap().0);
+    served.message().await;
+    drop(client);
+    let gone_at = std::time::Instant::now();
+    assert!(served.ends().await);
+    assert!(gone_at.elapsed() > Duration::from_millis(300));
 }

@@ -1,0 +1,94 @@
+//! Calls in flight that are finished although their client has gone away: `on_disconnect = "finish"`.
+
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use http::Response;
+use http_body_util::BodyExt as _;
+use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
+
+use crate::permit_renewer::PermitHandle;
+use crate::upstream::{UpstreamBody, UpstreamError};
+use crate::watchdog::ConnectionWatch;
+
+/// The maximum number of calls that are finished without their client. Further ones are abandoned.
+const MAX_FINISHING: usize = 1024;
+
+static FINISHING: Semaphore = Semaphore::const_new(MAX_FINISHING);
+
+type Sent = Result<Response<UpstreamBody>, UpstreamError>;
+
+/// A request under way, which is finished if it is dropped.
+pub(crate) struct FinishedCall {
+    /// `None` once it has its response, or must not be finished.
+    call: Option<(Pin<Box<dyn Future<Output = Sent> + Send>>, PermitHandle)>,
+    watch: Arc<ConnectionWatch>,
+    has_body: bool,
+    timeout: Duration,
+}
+
+impl FinishedCall {
+    /// Returns a call that is finished within this time after its client has gone away.
+    pub(crate) fn new(
+        sending: impl Future<Output = Sent> + Send + 'static,
+        permit: PermitHandle,
+        watch: Arc<ConnectionWatch>,
+        has_body: bool,
+        timeout: Duration,
+    ) -> Self {
+        Self { call: Some((Box::pin(sending), permit)), watch, has_body, timeout }
+    }
+
+    /// Waits for the response. `None` if the phase must end before it comes.
+    pub(crate) async fn response(mut self) -> (Option<Sent>, Option<PermitHandle>) {
+        let this = &mut self;
+        let sent = poll_fn(|cx| match &mut this.call {
+            Some((sending, _)) if !this.watch.must_end_phase() => sending.as_mut().poll(cx).map(Some),
+            _ => Poll::Ready(None),
+        })
+        .await;
+        (sent, self.call.take().map(|(_, permit)| permit))
+    }
+}
+
+impl Drop for FinishedCall {
+    fn drop(&mut self) {
+        // The rest of a body went away with its client.
+        if !(self.has_body && self.watch.body.is_uploading.get())
+            && let Some((sending, permit)) = self.call.take()
+        {
+            finish(permit, self.timeout, async move {
+                let response = sending.await.ok()?;
+                discard(response.into_body()).await
+            });
+        }
+    }
+}
+
+/// Reads and discards the rest of a response.
+pub(crate) fn finish_response(body: UpstreamBody, permit: PermitHandle, timeout: Duration) {
+    finish(permit, timeout, discard(body));
+}
+
+async fn discard(mut body: UpstreamBody) -> Option<()> {
+    while let Some(frame) = body.frame().await {
+        frame.ok()?;
+    }
+    Some(())
+}
+
+/// Runs an exchange to its end, and returns the permit. If there is no place, or no time left, it is abandoned.
+fn finish(permit: PermitHandle, timeout: Duration, exchange: impl Future<Output = Option<()>> + Send + 'static) {
+    if let (Ok(runtime), Ok(place)) = (Handle::try_current(), FINISHING.try_acquire()) {
+        runtime.spawn(async move {
+            let _place = place;
+            if let Ok(None) = tokio::time::timeout(timeout, exchange).await {
+                permit.work.cancel();
+            }
+        });
+    }
+}
