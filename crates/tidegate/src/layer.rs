@@ -1,12 +1,14 @@
 //! A gate as a tower layer, for axum, tonic and any other `tower::Service` over `http` types.
 
 mod body;
+mod finish;
 
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HOST, RETRY_AFTER};
@@ -15,8 +17,8 @@ use http::uri::Authority;
 use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
 use tidegate_core::{Clock, Decision};
 use tidegate_policy::{
-    ActionId, Forwarding, HeaderDialect, KeyError, MatchedActions, Policy, Query, UncountableError, UnknownActionError,
-    is_host, is_same_host,
+    ActionId, Forwarding, HeaderDialect, KeyError, MatchedActions, OnDisconnect, Policy, Query, UncountableError,
+    UnknownActionError, is_host, is_same_host,
 };
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
@@ -25,6 +27,7 @@ use tower_service::Service;
 
 pub use self::body::GateBody;
 use self::body::RenewedPermit;
+use self::finish::FinishedCall;
 use crate::reply::Replies;
 use crate::{CheckError, DecisionReport, Gate};
 
@@ -42,6 +45,11 @@ use crate::{CheckError, DecisionReport, Gate};
 /// source. The reply to a request without a peer is 500 if its limits count by address; in builds with debug assertions
 /// it says what is missing. The reply to a request that can't be counted
 /// ([`UncountableError`](tidegate_policy::UncountableError)) is 400.
+///
+/// A call under a limit on calls in flight has its permit until the body of its response has ended or is dropped. If the
+/// client goes away before the service has answered, the service's future is dropped, and the permit is
+/// [kept](crate::PermitGuard::keep) for the time of a long call, because work that the service has begun elsewhere may go on.
+/// With `inbound.on_disconnect = "finish"`, the future runs on to its response, for at most `inbound.timeouts.response`.
 ///
 /// Limits for each user count by `key`, which [`GateLayer::key`] takes from the request. The layer below counts 100
 /// requests a minute for each user of an axum application, whose authentication puts a `User` into the request's
@@ -92,6 +100,8 @@ struct GateLayerInner<S: Store, C: Clock> {
     replies: Replies,
     forwarding: Forwarding,
     action: Option<ActionId>,
+    /// The time within which calls in flight are finished whose client has gone away; `None` if they aren't.
+    finish_timeout: Option<Duration>,
     hooks: Hooks,
 }
 
@@ -137,7 +147,9 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
         let inbound = policy.inbound();
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
         let forwarding = inbound.forwarding.clone();
-        Self(Arc::new(GateLayerInner { gate, replies, forwarding, action: None, hooks: Hooks::default() }))
+        let finish_timeout = (inbound.on_disconnect == OnDisconnect::Finish).then_some(inbound.timeouts.response);
+        let hooks = Hooks::default();
+        Self(Arc::new(GateLayerInner { gate, replies, forwarding, action: None, finish_timeout, hooks }))
     }
 
     /// Counts every request as this action, for any method and path.
@@ -221,6 +233,7 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
             replies: old.replies.clone(),
             forwarding: old.forwarding.clone(),
             action: old.action,
+            finish_timeout: old.finish_timeout,
             hooks: old.hooks.clone(),
         };
         change(&mut inner);
@@ -294,15 +307,27 @@ where
                 return Ok(response.map(|body| GateBody::forwarded(body, None)));
             }
             layer.normalise_path(&mut parts);
-            let admitted = match layer.admit(&parts).await {
+            let AdmittedCall { actions, decision, permit } = match layer.admit(&parts).await {
                 Ok(admitted) => admitted,
                 Err(refusal) => return Ok(refusal.map(GateBody::refused)),
             };
-            parts.extensions.insert(admitted.decision);
-            let response = inner.call(Request::from_parts(parts, body)).await?;
+            parts.extensions.insert(decision);
+            let request = Request::from_parts(parts, body);
+            let (response, permit) = match (permit, layer.finish_timeout) {
+                (Some(permit), Some(timeout)) => {
+                    let (response, permit) = FinishedCall::new(inner.call(request), permit, timeout).await;
+                    (response?, Some(permit))
+                }
+                (Some(mut permit), None) => {
+                    let response = inner.call(request).await;
+                    permit.set_over();
+                    (response?, Some(permit))
+                }
+                (None, _) => (inner.call(request).await?, None),
+            };
             let (mut parts, body) = response.into_parts();
-            layer.replies.annotate(admitted.actions, &admitted.decision, &mut parts.headers);
-            Ok(Response::from_parts(parts, GateBody::forwarded(body, admitted.permit)))
+            layer.replies.annotate(actions, &decision, &mut parts.headers);
+            Ok(Response::from_parts(parts, GateBody::forwarded(body, permit)))
         })
     }
 }

@@ -183,3 +183,108 @@ fn kept_permits_are_bounded() {
     assert!(begin(&gate, "10.0.11.249").is_ok() && begin(&gate, "10.0.0.0").is_ok());
     assert_eq!(gate.kept_permits(), 0);
 }
+
+/// The layer over real sockets, in front of handlers whose work goes on elsewhere.
+#[cfg(feature = "axum")]
+mod layer {
+    use std::net::SocketAddr;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use axum::Router;
+    use axum::routing::get;
+    use tidegate::GateLayer;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::{TcpListener, TcpStream};
+    use tokio::sync::{Notify, Semaphore};
+
+    use super::{Gate, ManualClock, Span, gate};
+
+    const TWO: &str = "[inbound.action.two]\nmatch = { path = \"/*\" }\nlimit = \"2 in flight\"\n";
+
+    #[derive(Clone)]
+    struct Work {
+        running: Arc<AtomicUsize>,
+        most: Arc<AtomicUsize>,
+        begun: Arc<Notify>,
+        ends: Arc<Semaphore>,
+        answered: Arc<AtomicUsize>,
+    }
+
+    impl Work {
+        async fn run(self) {
+            let running = self.running.fetch_add(1, Ordering::SeqCst) + 1;
+            self.most.fetch_max(running, Ordering::SeqCst);
+            self.begun.notify_one();
+            self.ends.acquire().await.unwrap().forget();
+            self.running.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    async fn serve(settings: &str) -> (SocketAddr, Work, ManualClock) {
+        let work = Work {
+            running: Arc::default(),
+            most: Arc::default(),
+            begun: Arc::default(),
+            ends: Arc::new(Semaphore::new(0)),
+            answered: Arc::default(),
+        };
+        let (gate, clock, policy) = gate(&format!("{settings}{TWO}"));
+        let started = work.clone();
+        let handler = async move || {
+            tokio::spawn(started.clone().run()).await.unwrap();
+            started.answered.fetch_add(1, Ordering::SeqCst);
+            "done"
+        };
+        let app = Router::new().route("/", get(handler)).layer(GateLayer::from_gate(Gate::clone(&gate), &policy));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await.unwrap();
+        });
+        (address, work, clock)
+    }
+
+    /// Sends a request. Returns the connection if its work has begun, and `None` if it was refused.
+    async fn begin(address: SocketAddr, work: &Work) -> Option<TcpStream> {
+        let mut client = TcpStream::connect(address).await.unwrap();
+        client.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+        let mut head = [0; 12];
+        tokio::select! {
+            _ = client.read_exact(&mut head) => {
+                assert_eq!(&head, b"HTTP/1.1 429");
+                None
+            }
+            () = work.begun.notified() => Some(client),
+        }
+    }
+
+    async fn abort(address: SocketAddr, work: &Work, calls: usize) {
+        for call in 0..calls {
+            assert_eq!(begin(address, work).await.is_some(), call < 2);
+        }
+        assert_eq!(work.most.load(Ordering::SeqCst), 2);
+    }
+
+    #[tokio::test]
+    async fn work_that_goes_on_keeps_its_permit() {
+        let (address, work, clock) = serve("").await;
+        abort(address, &work, 50).await;
+        clock.advance(Span::from_secs(30));
+        assert!(begin(address, &work).await.is_some());
+        assert_eq!(work.answered.load(Ordering::SeqCst), 0);
+    }
+
+    #[tokio::test]
+    async fn finished_calls_end_with_their_response() {
+        let (address, work, _) = serve("[inbound]\non_disconnect = \"finish\"\n").await;
+        for round in 1..=3 {
+            abort(address, &work, 10).await;
+            work.ends.add_permits(2);
+            while work.answered.load(Ordering::SeqCst) < 2 * round {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        }
+    }
+}

@@ -1,12 +1,12 @@
 //! The body of a reply, with the permit that its call holds.
 
-use std::any::Any;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
+use parking_lot::Mutex;
 use pin_project_lite::pin_project;
 use tidegate_core::Clock;
 use tidegate_store::Store;
@@ -14,30 +14,56 @@ use tokio::task::AbortHandle;
 
 use crate::PermitGuard;
 
-/// A permit that is renewed in the background and given back when dropped.
+/// A call's permit, which is renewed in the background. Dropping it gives it back if the call is over, and otherwise keeps
+/// it until its work is likely over.
 pub(super) struct RenewedPermit {
-    _guard: Arc<dyn Any + Send + Sync>,
+    permit: Arc<dyn RenewablePermit>,
     renewal_task: AbortHandle,
+    is_over: bool,
+}
+
+/// A permit of any gate.
+trait RenewablePermit: Send + Sync {
+    /// Ends the permit of a call that is over, or was abandoned.
+    fn end(&self, is_over: bool);
+}
+
+impl<S: Store, C: Clock> RenewablePermit for Mutex<Option<PermitGuard<S, C>>> {
+    fn end(&self, is_over: bool) {
+        match self.lock().take() {
+            Some(guard) if is_over => drop(guard),
+            Some(guard) => drop(guard.keep()),
+            None => {}
+        }
+    }
 }
 
 impl RenewedPermit {
     pub(super) fn start_renewal<S: Store, C: Clock>(guard: PermitGuard<S, C>) -> Self {
-        let guard = Arc::new(guard);
-        let weak_guard = Arc::downgrade(&guard);
+        let permit = Arc::new(Mutex::new(Some(guard)));
+        let weak_permit = Arc::downgrade(&permit);
         let task = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(PermitGuard::<S, C>::RENEW_INTERVAL.as_duration()).await;
-                let Some(guard) = weak_guard.upgrade() else { return };
-                guard.renew();
+                let Some(permit) = weak_permit.upgrade() else { return };
+                if let Some(guard) = &*permit.lock() {
+                    guard.renew();
+                }
             }
         });
-        Self { _guard: guard, renewal_task: task.abort_handle() }
+        Self { permit, renewal_task: task.abort_handle(), is_over: false }
+    }
+
+    /// Notes that the service has answered, or failed.
+    pub(super) fn set_over(&mut self) {
+        self.is_over = true;
     }
 }
 
 impl Drop for RenewedPermit {
     fn drop(&mut self) {
         self.renewal_task.abort();
+        self.permit.end(self.is_over || std::thread::panicking());
     }
 }
 
