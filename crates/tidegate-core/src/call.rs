@@ -583,7 +583,8 @@ impl Call {
         }
     }
 
-    /// Called when no caller waits for it. Gives back everything but the charge of a request that was sent.
+    /// Called when no caller waits for it. Gives back everything but the charge of a request that was sent, which stays in
+    /// flight while the provider may work on it.
     pub fn cancel(
         &mut self,
         rules: &CallRules,
@@ -592,10 +593,27 @@ impl Call {
         now: Time,
         rng: &mut impl Rng,
     ) {
+        self.cancel_with(&AttemptReport::new(Class::Cancelled, delivery), rules, state, now, rng);
+    }
+
+    /// Does the same after a panic of the caller's code. What was sent is unknown, and nothing stays in flight.
+    pub fn cancel_panicked(&mut self, rules: &CallRules, state: &mut ProviderState, now: Time, rng: &mut impl Rng) {
+        let report = AttemptReport::new(Class::Cancelled, Delivery::Unknown);
+        self.cancel_with(&AttemptReport { is_abandoned: false, ..report }, rules, state, now, rng);
+    }
+
+    fn cancel_with(
+        &mut self,
+        report: &AttemptReport,
+        rules: &CallRules,
+        state: &mut ProviderState,
+        now: Time,
+        rng: &mut impl Rng,
+    ) {
         state.store_requests.updates.clear();
         self.leave_queue(state);
         self.end_streaming(state);
-        self.finish_attempt(rules, state, &AttemptReport::new(Class::Cancelled, delivery), now, rng);
+        self.finish_attempt(rules, state, report, now, rng);
     }
 
     /// Returns the refund for outcomes that arrive after the call was abandoned. `None` if nothing was charged.

@@ -184,7 +184,7 @@ impl World {
     /// Starts all calls that have their turn.
     fn drive(&mut self) {
         loop {
-            match self.state.lanes.poll(self.now) {
+            match self.state.poll(self.now) {
                 QueueStep::AskStore(ticket) => {
                     let id = self.tickets[&ticket.index()];
                     let progress = self.calls[id].handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng);

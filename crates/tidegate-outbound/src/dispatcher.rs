@@ -357,8 +357,9 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
 
     /// Cancels a call that its own task holds.
     pub(super) fn cancel(self: &Arc<Self>, call: &mut Call) {
-        self.run_step(|StepContext { state, rng, .. }, now| {
-            call.cancel(&self.rules, state, Delivery::Unknown, now, rng)
+        self.run_step(|StepContext { state, rng, .. }, now| match std::thread::panicking() {
+            true => call.cancel_panicked(&self.rules, state, now, rng),
+            false => call.cancel(&self.rules, state, Delivery::Unknown, now, rng),
         });
     }
 
@@ -402,7 +403,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         now: Time,
     ) -> Time {
         loop {
-            let step = dispatcher.context.state.lanes.poll(now);
+            let step = dispatcher.context.state.poll(now);
             let ticket = match step {
                 QueueStep::Sleep(at) => return at,
                 QueueStep::AskStore(ticket) | QueueStep::Expired(ticket) | QueueStep::Displaced(ticket) => ticket,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use tidegate_core::{Batch, Limit, LimitId, LimitKind, Limits, Outcomes, Span, Time};
+use tidegate_core::{Batch, Limit, LimitId, LimitKind, Limits, Outcomes, RecentMaximum, Span, Time};
 
 /// The maximum number of permits whose start is remembered. Further ones aren't measured.
 const MAX_MEASURED: usize = 1024;
@@ -18,10 +18,6 @@ const BUCKETS: usize = 64;
 const MAX_SAMPLES: u32 = 256;
 /// The shortest estimate.
 const MIN_ESTIMATE: Span = Span::from_secs(1);
-/// The number of periods over which the longest hold time is kept. Only those count in which calls have ended.
-const MAXIMA: usize = 5;
-/// The length of such a period.
-const MAXIMUM_PERIOD: Span = Span::from_secs(60);
 
 /// The hold times of all limits on calls in flight, as this process has seen them.
 #[derive(Debug)]
@@ -51,10 +47,7 @@ struct LimitHoldTimes {
 #[derive(Debug)]
 struct Samples {
     histogram: [u32; BUCKETS],
-    /// The longest of each period, the last one first.
-    maxima: [Span; MAXIMA],
-    /// The start of the last period. The epoch means that no call has ended.
-    period_start: Time,
+    longest: RecentMaximum,
 }
 
 impl HoldTimes {
@@ -117,7 +110,7 @@ impl HoldTimes {
     /// of these minutes it is the lease.
     pub(crate) fn longest(&self, batch: &Batch) -> Span {
         let limits = batch.ops().iter().filter_map(|op| self.limit(op.limit));
-        limits.filter_map(|limit| limit.samples.lock().maxima.into_iter().max()).max().unwrap_or(self.longest_lease)
+        limits.map(|limit| limit.samples.lock().longest.get()).max().unwrap_or(self.longest_lease)
     }
 
     /// Replaces the wait for the end of a lease by the estimate, if that is shorter. A block isn't shortened.
@@ -139,24 +132,15 @@ impl HoldTimes {
 
 impl LimitHoldTimes {
     fn new(id: LimitId, lease: Span) -> Self {
-        // The lease leaves after the first period, because it is its last place.
-        let mut maxima = [Span::ZERO; MAXIMA];
-        maxima[MAXIMA - 1] = lease;
-        let samples = Samples { histogram: [0; BUCKETS], maxima, period_start: Time::ZERO };
+        let samples = Samples { histogram: [0; BUCKETS], longest: RecentMaximum::new(lease) };
         Self { id, lease, samples: Mutex::new(samples), estimate: AtomicU64::new(u64::MAX) }
     }
 
     fn record(&self, held: Span, now: Time) {
         let width = (self.lease.as_micros() / BUCKETS as u64).max(1);
         let bucket = usize::try_from(held.as_micros() / width).unwrap_or(usize::MAX).min(BUCKETS - 1);
-        let Samples { histogram, maxima, period_start } = &mut *self.samples.lock();
-        if *period_start == Time::ZERO {
-            *period_start = now;
-        } else if now.since(*period_start) >= MAXIMUM_PERIOD {
-            maxima.rotate_right(1);
-            (maxima[0], *period_start) = (Span::ZERO, now);
-        }
-        maxima[0] = maxima[0].max(held.min(self.lease));
+        let Samples { histogram, longest } = &mut *self.samples.lock();
+        longest.record(held.min(self.lease), now);
         histogram[bucket] += 1;
         let total: u32 = histogram.iter().sum();
         let mut rest = total.div_ceil(10);

@@ -7,11 +7,14 @@ use rand_core::Rng;
 
 use super::routes::Routes;
 use super::scopes::{ChargedScope, Scopes};
-use super::{CallFailure, CallRules, MAX_LEAD, ProviderStats};
+use super::{CallFailure, CallRules, MAX_LEAD, ProviderStats, SentRequest};
 use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
-use crate::{AdaptiveLimit, Batch, Breaker, Budget, Class, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
+use crate::{
+    AdaptiveLimit, Batch, Breaker, Budget, Class, CredentialPool, Lane, Lanes, LimitKind, Pace, QueueStep,
+    RecentMaximum, Span, Time,
+};
 
 /// The time for which failures open no breaker beside other calls in flight, before the first good reply.
 const FIRST_TIME_FOR_OTHERS: Span = Span::from_secs(1);
@@ -19,6 +22,11 @@ const FIRST_TIME_FOR_OTHERS: Span = Span::from_secs(1);
 const MAX_TIME_FOR_OTHERS: Span = Span::from_secs(10);
 /// The shortest time that callers are told to wait for a probe.
 const MIN_PROBE_TIME: Span = Span::from_secs(1);
+
+/// The longest time for which a call is in flight after it was abandoned.
+const MAX_KEPT_TIME: Span = Span::from_secs(30);
+/// The maximum number of abandoned calls that are in flight. Further ones end at once.
+const MAX_ABANDONED: usize = 4096;
 
 /// The state that all calls to one provider in one process share and change. A driver locks it for each step.
 #[derive(Debug)]
@@ -54,6 +62,17 @@ pub struct ProviderState {
     pub(super) lead: Span,
     lead_doubled_at: Time,
     pub(super) round_trips: RoundTripStats,
+    /// The longest recent time of a request until its reply.
+    pub(super) longest_reply: RecentMaximum,
+    abandoned: Vec<AbandonedCall>,
+}
+
+/// A request that nobody waits for, and on which the provider likely works.
+#[derive(Debug)]
+struct AbandonedCall {
+    likely_end: Time,
+    lane: Lane,
+    credential: usize,
 }
 
 /// The time that calls are under way, as measured from replies.
@@ -158,6 +177,8 @@ impl ProviderState {
             lead: rules.lead,
             lead_doubled_at: Time::ZERO,
             round_trips: RoundTripStats::default(),
+            longest_reply: RecentMaximum::new(MAX_KEPT_TIME),
+            abandoned: Vec::new(),
         };
         state.apply_adaptive_limit(rules);
         state
@@ -307,6 +328,43 @@ impl ProviderState {
         let was_busy = self.pool.is_busy(credential) && self.pool.closing_end(credential).is_some();
         if self.pool.record_end(credential) || was_busy {
             self.lanes.clear_refusals();
+        }
+    }
+
+    /// Ends a request without a reply, on which the provider may still work: at once if no limit counts the calls in flight,
+    /// and otherwise when a long call would have its reply. The adaptive limit is none: it only guesses.
+    pub(super) fn record_abandoned(&mut self, rules: &CallRules, sent: &SentRequest, now: Time) {
+        let likely_end = (sent.sent_at + self.longest_reply.get()).min(now + MAX_KEPT_TIME);
+        let most = rules.lanes.max_in_flight.min(rules.lanes.lanes[sent.lane as usize].max_in_flight);
+        let is_limited = most.min(rules.max_in_flight_per_credential) < u32::MAX;
+        if is_limited && likely_end > now && self.abandoned.len() < MAX_ABANDONED {
+            self.abandoned.push(AbandonedCall { likely_end, lane: sent.lane, credential: sent.credential });
+        } else {
+            self.record_end(sent.lane, sent.credential);
+        }
+    }
+
+    /// The lane and the credential of each abandoned request that is in flight.
+    pub fn abandoned(&self) -> impl ExactSizeIterator<Item = (Lane, usize)> {
+        self.abandoned.iter().map(|call| (call.lane, call.credential))
+    }
+
+    /// Ends the abandoned requests on which the provider likely works no more, and polls the lanes.
+    #[inline]
+    pub fn poll(&mut self, now: Time) -> QueueStep {
+        if self.abandoned.is_empty() { self.lanes.poll(now) } else { self.poll_beside_abandoned(now) }
+    }
+
+    #[cold]
+    fn poll_beside_abandoned(&mut self, now: Time) -> QueueStep {
+        for call in self.abandoned.extract_if(.., |call| call.likely_end <= now).collect::<Vec<_>>() {
+            self.record_end(call.lane, call.credential);
+        }
+        match self.lanes.poll(now) {
+            QueueStep::Sleep(at) => {
+                QueueStep::Sleep(self.abandoned.iter().map(|call| call.likely_end).fold(at, Time::min))
+            }
+            step => step,
         }
     }
 

@@ -180,6 +180,7 @@ impl Call {
         }
         if reply.delivery == Delivery::Answered {
             state.stats.reply_times.record(elapsed);
+            state.longest_reply.record(elapsed, now);
         }
         let is_one_route = self.report_to_breaker(state, permit, &sent, verdict, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
@@ -211,6 +212,8 @@ impl Call {
                 state.tunnels += 1;
                 state.apply_adaptive_limit(rules);
             }
+        } else if reply.is_abandoned {
+            state.record_abandoned(rules, &sent, now);
         } else {
             state.record_end(sent.lane, sent.credential);
         }

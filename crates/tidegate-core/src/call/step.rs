@@ -28,6 +28,9 @@ pub struct AttemptReport {
     /// True if the connection has switched protocols. Such a call may last for hours, so the adaptive limit doesn't count
     /// it.
     pub is_tunnel: bool,
+    /// True if nobody waits for the reply, although the provider may still work on the request: by default, if the attempt
+    /// was cancelled and its delivery is unknown. It is then in flight until it is likely over, if a limit counts that.
+    pub is_abandoned: bool,
 }
 
 impl AttemptReport {
@@ -47,6 +50,7 @@ impl AttemptReport {
             is_streaming: false,
             is_postponed: false,
             is_tunnel: false,
+            is_abandoned: matches!((verdict.class, delivery), (Class::Cancelled, Delivery::Unknown)),
         }
     }
 }

@@ -288,7 +288,7 @@ impl World {
     /// Lets the lanes select calls until they sleep, and returns the time until which they do.
     pub(crate) fn pump(&mut self) -> Time {
         loop {
-            let step = self.state.lanes.poll(self.now);
+            let step = self.state.poll(self.now);
             let ticket = match step {
                 QueueStep::AskStore(ticket) | QueueStep::Expired(ticket) | QueueStep::Displaced(ticket) => ticket,
                 QueueStep::Sleep(until) => return until,
@@ -458,12 +458,14 @@ impl World {
             same("waiting", self.state.lanes.waiting(lane), self.waiting(lane))?;
             let flies =
                 |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming(..));
-            let in_flight = self.calls.values().filter(flies).count();
+            let abandoned = self.state.abandoned().filter(|(of, _)| *of == lane).count();
+            let in_flight = self.calls.values().filter(flies).count() + abandoned;
             same("in flight", self.state.lanes.in_flight(lane) as usize, in_flight)?;
         }
         for credential in 0..self.rules.credential_keys.len() {
             let sent = |known: &&Known| matches!(known.stage, Stage::Sent(with) | Stage::Streaming(with, _) if with == credential);
-            let in_flight = self.calls.values().filter(sent).count() as u32;
+            let abandoned = self.state.abandoned().filter(|(_, with)| *with == credential).count();
+            let in_flight = (self.calls.values().filter(sent).count() + abandoned) as u32;
             same("in flight with a credential", self.state.pool.in_flight(credential), in_flight)?;
             same("more than its permits", in_flight > self.rules.max_in_flight_per_credential, false)?;
         }
@@ -570,6 +572,11 @@ impl World {
         while !self.abandoned.is_empty() {
             self.answer_abandoned(0);
         }
+        self.check()?;
+        // The provider may work on what was abandoned.
+        self.now = self.now + Span::from_secs(30);
+        self.state.poll(self.now);
+        same("in flight after all ends", self.state.abandoned().len(), 0)?;
         self.check()?;
         same("somebody's turn", self.state.lanes.poll(self.now), QueueStep::Sleep(Time::NEVER))?;
         self.now = self.now + MAX_LEAD + WINDOW;

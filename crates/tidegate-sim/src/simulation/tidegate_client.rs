@@ -182,7 +182,7 @@ impl<'s> TidegateClient<'s> {
     /// Advances the calls that the lanes name, until the lanes have none left for now.
     fn poll_lanes(&mut self, now: Time) {
         loop {
-            let step = self.state.lanes.poll(now);
+            let step = self.state.poll(now);
             let ticket = match step {
                 QueueStep::Sleep(at) => {
                     self.wake_at = at;

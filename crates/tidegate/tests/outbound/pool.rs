@@ -403,7 +403,7 @@ async fn with_all_credentials_busy_the_deadline_passes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cancelled_call_frees_its_credential() {
+async fn a_cancelled_call_frees_its_credential_when_it_is_likely_over() {
     let (api, log) = (busy_pool("AB", 1), Log::default());
     let streaming = AttemptReport { is_streaming: true, ..GOOD };
     let mut upstream = Answers::of(&api, &[streaming], &log, 0);
@@ -422,7 +422,9 @@ async fn a_cancelled_call_frees_its_credential() {
     for call in next {
         call.await.unwrap().unwrap();
     }
-    assert_eq!(starts(&log), [(0, 0), (0, 1), (100, 3), (200, 4)]);
+    assert_eq!(starts(&log), [(0, 0), (0, 1), (200, 3), (1_200, 4)]);
+    assert_eq!(in_flight(&api, 2).iter().sum::<u32>(), 1, "the provider may work on the request that was sent");
+    sleep(Duration::from_secs(28)).await;
     assert_eq!(in_flight(&api, 2), [0, 0]);
 }
 
