@@ -218,6 +218,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             rejections: parts.refusals.rejection_counts(),
             decision_times: requests.decision_times.snapshot(),
             store_times: requests.store_times.snapshot(),
+            kept_permits: gate.kept_permits(),
             reloads: [0, 1].map(|result| requests.reloads.get(result)),
             is_last_reload_ok: requests.is_last_reload_ok(),
             certificates: parts.tls.get().into_iter().flatten().map(|tls| tls.report()).collect(),

@@ -100,6 +100,32 @@ async fn permits_are_shared_between_nodes_and_returned() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn kept_permits_are_shared_between_nodes_and_returned() {
+    let (_, [one, two]) = nodes();
+    sleep(Duration::from_millis(1)).await;
+    let (query, neighbour) = (ask("pairs", "k"), Query { ip: Some([192, 0, 2, 2].into()), ..ask("pairs", "k") });
+    let begun = one.check(&query).await.unwrap();
+    sleep(Duration::from_secs(20)).await;
+    drop(one.hold_permit(&query, &begun).unwrap().unwrap().keep());
+    assert!(!one.check(&query).await.unwrap().allowed, "its share is one of two");
+    let neighbours = two.check(&neighbour).await.unwrap();
+    assert!(neighbours.allowed && !two.check(&neighbour).await.unwrap().allowed);
+    sleep(Duration::from_secs(11)).await;
+    one.maintain();
+    sleep(Duration::from_millis(5)).await;
+    assert!(two.check(&neighbour).await.unwrap().allowed, "30 s after the start of the call");
+    // Without the process that keeps it, a permit ends with its lease, which was renewed when the client went away.
+    let begun = two.check(&ask("slots", "k")).await.unwrap();
+    sleep(Duration::from_secs(20)).await;
+    let kept = two.hold_permit(&ask("slots", "k"), &begun).unwrap().unwrap().keep();
+    sleep(Duration::from_secs(29)).await;
+    assert!(!one.check(&ask("slots", "k")).await.unwrap().allowed);
+    sleep(Duration::from_secs(2)).await;
+    assert!(one.check(&ask("slots", "k")).await.unwrap().allowed);
+    drop(kept);
+}
+
+#[tokio::test(start_paused = true)]
 async fn checks_are_pending_only_while_they_wait() {
     let (store, [one, _]) = nodes();
     sleep(Duration::from_millis(1)).await;

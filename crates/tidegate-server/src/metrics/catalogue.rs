@@ -85,6 +85,8 @@ metrics! {
         "Requests that were rejected before any decision, by the reasons below";
     #[seconds]
     DECISION_TIME: Histogram "decision_duration" [] "The time of a decision, including the wait for the store";
+    KEPT_PERMITS: Gauge "kept_permits" []
+        "Permits of calls in flight whose clients went away, kept until the work is likely over";
 
     STORE_UP: Gauge "store_up" [] "1 if the store answers, 0 while decisions are made without it";
     #[seconds]

@@ -32,6 +32,8 @@ pub(crate) struct ServerSnapshot {
     pub(crate) rejections: [u64; RejectionReason::COUNT],
     pub(crate) decision_times: DurationHistogram,
     pub(crate) store_times: DurationHistogram,
+    /// The permits that are kept for calls whose clients went away.
+    pub(crate) kept_permits: usize,
     /// Failed reloads of the policy, and those that succeeded.
     pub(crate) reloads: [u64; 2],
     pub(crate) is_last_reload_ok: bool,

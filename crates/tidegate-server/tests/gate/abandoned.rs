@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use tidegate_core::Span;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{Notify, Semaphore};
 
@@ -147,6 +148,8 @@ async fn aborted_http1_calls_are_no_more_work_than_the_limit() {
             admitted += usize::from(abort(gate.inbound, &worker, &get("/x")).await);
         }
         assert_eq!((admitted, worker.most()), (share, share), "{key}");
+        let page = once(gate.admin, get("/metrics")).await;
+        assert!(page.contains(&format!("\ntidegate_kept_permits {admitted}")), "{page}");
         // Another client still has its part.
         let mut neighbour = connect_from(NEIGHBOUR, gate.inbound).await;
         neighbour.send(get("/x")).await;
@@ -195,6 +198,34 @@ async fn reset_http2_streams_are_no_more_work_than_the_limit() {
     worker.until_begun(4).await;
     worker.end(2).await;
     assert_eq!((status(&neighbour.message().await), worker.most()), (200, 2));
+}
+
+/// A reset tells an HTTP/2 server to stop, and nothing tells if it does.
+#[tokio::test]
+async fn an_http2_server_is_given_the_time_of_a_long_call() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let worker = Worker::start().await;
+    let started = worker.clone();
+    tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            while let Some(Ok(exchange)) = connection.accept().await {
+                let worker = started.clone();
+                tokio::spawn(async move {
+                    worker.work().await;
+                    drop(exchange);
+                });
+            }
+        }
+    });
+    let gate = start(address, &two("client_ip", "upstream_http2 = true")).await;
+    for call in 0..20 {
+        assert_eq!(abort(gate.inbound, &worker, &get("/x")).await, call < 2);
+    }
+    gate.clock.advance(Span::from_secs(30));
+    assert!(abort(gate.inbound, &worker, &get("/x")).await, "its work is likely over");
 }
 
 #[tokio::test]

@@ -46,3 +46,25 @@ async fn dropping_an_endless_reply_closes_its_connection() {
     let ended = tokio::time::timeout(Duration::from_secs(5), peer.ends()).await;
     assert_eq!(ended, Ok(true), "nobody reads on, and the provider isn't told");
 }
+
+/// A provider that doesn't watch its connections works on for callers that have gone away.
+#[tokio::test]
+async fn abandoned_requests_are_no_more_work_than_the_limit() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    for limit in ["limit = \"2 in flight\"\n", "credential_limit = \"2 in flight\"\n"] {
+        let policy = provider(listener.local_addr().unwrap(), limit);
+        let gateway = running(&policy);
+        let mut working = Vec::new();
+        for call in 0..20 {
+            let mut client = Peer::connect(gateway.address).await;
+            client.send("GET /api/x HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+            match tokio::time::timeout(Duration::from_millis(if call < 2 { 5_000 } else { 30 }), listener.accept())
+                .await
+            {
+                Ok(accepted) => working.push(accepted.unwrap().0),
+                Err(_) => assert!(call >= 2),
+            }
+        }
+        assert_eq!(working.len(), 2);
+    }
+}
