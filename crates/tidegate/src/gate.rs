@@ -432,7 +432,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let decision = self.decide_and_sign(batch, outcomes);
         if let Some(holder) = decision.permit {
             hold_times.begin(holder, self.0.clock.now());
-        } else if self.0.kept_permits.is_active() {
+        } else if !decision.allowed && self.0.kept_permits.is_active() {
             self.uncount_call(batch.holder());
         }
         decision

@@ -131,8 +131,18 @@ fn a_client_that_abandons_calls_has_half_of_a_limit() {
     assert!(begin(&gate, "203.0.113.1").is_err());
     drop(running);
     assert!(begin(&gate, "203.0.113.1").is_ok());
-    clock.advance(Span::from_secs(60));
+    clock.advance(Span::from_secs(300));
     abandon(4);
+}
+
+/// A server on the same machine that doesn't tell its clients stands for many.
+#[test]
+fn a_server_on_this_machine_is_no_client() {
+    let (gate, ..) = gate(FOUR);
+    for _ in 0..4 {
+        drop(begin(&gate, "127.0.0.1").unwrap().keep());
+    }
+    assert_eq!(free(&gate), 0);
 }
 
 #[test]

@@ -6,17 +6,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tidegate_core::Span;
-use tokio::net::{TcpListener, TcpSocket};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, Semaphore};
 
 use crate::common::{HELLO, PATIENCE, Peer, get, once, post, start, status};
 
-const NEIGHBOUR: [u8; 4] = [127, 0, 0, 2];
+/// A request of a client that a trusted proxy tells.
+fn get_from(ip: &str) -> String {
+    get("/x").replace("\r\n\r\n", &format!("\r\nx-forwarded-for: {ip}\r\n\r\n"))
+}
+
+const ATTACKER: &str = "203.0.113.1";
+const NEIGHBOUR: &str = "203.0.113.2";
 
 /// A policy of two calls at a time for all clients together, or for each one.
 fn two(key: &str, inbound: &str) -> String {
     format!(
-        "[inbound]\nhttp2 = \"always\"\n{inbound}\n[inbound.action.two]\nmatch = {{ path = \"/*\" }}\nlimit = \"2 in \
+        "[inbound]\nhttp2 = \"always\"\ntrusted_proxies = [\"127.0.0.1\"]\n{inbound}\n[inbound.action.two]\nmatch = {{ path = \"/*\" }}\nlimit = \"2 in \
          flight\"\nkey = [\"{key}\"]\n"
     )
 }
@@ -106,13 +112,6 @@ async fn until(mut is_true: impl FnMut() -> bool) {
     tokio::time::timeout(PATIENCE, waiting).await.expect("it happens in time");
 }
 
-/// Connects from another address of this machine.
-async fn connect_from(ip: [u8; 4], to: SocketAddr) -> Peer {
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.bind((ip, 0).into()).unwrap();
-    Peer::over(socket.connect(to).await.unwrap())
-}
-
 /// Sends this request until the server works on it or its answer is there; then goes away. Returns true if the server
 /// works on it.
 async fn abort(gate: SocketAddr, worker: &Worker, request: &str) -> bool {
@@ -145,14 +144,14 @@ async fn aborted_http1_calls_are_no_more_work_than_the_limit() {
         let gate = start(worker.address, &two(key, "")).await;
         let mut admitted = 0;
         for _ in 0..200 {
-            admitted += usize::from(abort(gate.inbound, &worker, &get("/x")).await);
+            admitted += usize::from(abort(gate.inbound, &worker, &get_from(ATTACKER)).await);
         }
         assert_eq!((admitted, worker.most()), (share, share), "{key}");
         let page = once(gate.admin, get("/metrics")).await;
         assert!(page.contains(&format!("\ntidegate_kept_permits {admitted}")), "{page}");
         // Another client still has its part.
-        let mut neighbour = connect_from(NEIGHBOUR, gate.inbound).await;
-        neighbour.send(get("/x")).await;
+        let mut neighbour = Peer::connect(gate.inbound).await;
+        neighbour.send(get_from(NEIGHBOUR)).await;
         worker.until_begun(admitted + 1).await;
         worker.end(admitted + 1).await;
         assert_eq!(status(&neighbour.message().await), 200);
@@ -165,14 +164,17 @@ async fn aborted_http1_calls_are_no_more_work_than_the_limit() {
 async fn reset_http2_streams_are_no_more_work_than_the_limit() {
     let worker = Worker::start().await;
     let gate = start(worker.address, &two("action", "")).await;
-    let stream = tokio::net::TcpStream::connect(gate.inbound).await.unwrap();
+    let stream = TcpStream::connect(gate.inbound).await.unwrap();
     let (client, connection) = h2::client::Builder::new().handshake::<_, bytes::Bytes>(stream).await.unwrap();
     tokio::spawn(connection);
+    let attack = || {
+        let request = http::Request::get("http://gate.test/x").header("x-forwarded-for", ATTACKER);
+        request.body(()).unwrap()
+    };
     for wave in 0..20 {
         let mut answers = Vec::new();
         for _ in 0..10 {
-            let request = http::Request::get("http://gate.test/x").body(()).unwrap();
-            answers.push(client.clone().ready().await.unwrap().send_request(request, true).unwrap().0);
+            answers.push(client.clone().ready().await.unwrap().send_request(attack(), true).unwrap().0);
         }
         if wave == 0 {
             worker.until_begun(2).await;
@@ -187,14 +189,13 @@ async fn reset_http2_streams_are_no_more_work_than_the_limit() {
     assert_eq!(worker.most(), 2);
     worker.end(2).await;
     // The share of a client that has aborted calls is one of two.
-    let mut neighbour = connect_from(NEIGHBOUR, gate.inbound).await;
+    let mut neighbour = Peer::connect(gate.inbound).await;
     let mut answers = Vec::new();
     for _ in 0..10 {
-        let request = http::Request::get("http://gate.test/x").body(()).unwrap();
-        answers.push(client.clone().ready().await.unwrap().send_request(request, true).unwrap().0);
+        answers.push(client.clone().ready().await.unwrap().send_request(attack(), true).unwrap().0);
     }
     worker.until_begun(3).await;
-    neighbour.send(get("/x")).await;
+    neighbour.send(get_from(NEIGHBOUR)).await;
     worker.until_begun(4).await;
     worker.end(2).await;
     assert_eq!((status(&neighbour.message().await), worker.most()), (200, 2));
@@ -290,9 +291,7 @@ async fn a_request_that_was_not_sent_keeps_nothing() {
     socket.listen(0).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
     let mut queued = Vec::new();
-    while let Ok(Ok(stream)) =
-        tokio::time::timeout(Duration::from_millis(200), tokio::net::TcpStream::connect(address)).await
-    {
+    while let Ok(Ok(stream)) = tokio::time::timeout(Duration::from_millis(200), TcpStream::connect(address)).await {
         queued.push(stream);
     }
     let gate = start(address, &two("action", "")).await;

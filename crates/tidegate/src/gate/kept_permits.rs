@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 use tidegate_core::concurrency::Concurrency;
 use tidegate_core::{Batch, Clock, Decision, Key, LimitId, LimitKind, Reason, Span, Time, Verb};
+use tidegate_policy::{UNIX_PEER, canonical_ip};
 use tidegate_store::Store;
 
 use super::{Gate, GateInner};
@@ -21,8 +22,9 @@ const MAX_KEPT_TIME: Span = Concurrency::DEFAULT_LEASE;
 const MAX_CALLS: usize = 4096;
 /// The maximum number of clients under limits whose calls are counted. Further ones have no share.
 const MAX_CLIENTS: usize = 1024;
-/// The time for which the calls of a client are counted after it has abandoned one.
-const COUNTED_TIME: Span = Span::from_secs(60);
+/// The time for which the calls of a client are counted after it has abandoned one. Ten times the longest for which a permit
+/// is kept: calls that a client begins before it abandons the first one are not counted, and it may repeat that.
+const COUNTED_TIME: Span = MAX_KEPT_TIME.times(10);
 /// One client's share of a limit: one part of this many.
 const SHARES: u64 = 2;
 /// The shortest wait that a client beyond its share is told.
@@ -103,8 +105,7 @@ impl KeptPermits {
     }
 
     /// Takes the batches that give back the permits of the calls that are likely over.
-    fn take_ended(&self, now: Time) -> Vec<Batch> {
-        let calls = &mut *self.calls.lock();
+    fn take_ended(&self, calls: &mut Calls, now: Time) -> Vec<Batch> {
         if now < calls.next_sweep {
             return Vec::new();
         }
@@ -184,38 +185,45 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// Gives back the permits of the abandoned calls that are likely over.
     #[cold]
     pub(super) fn end_kept_permits(&self) {
-        let now = self.0.clock.now();
-        self.0.kept_permits.take_ended(now).iter().for_each(|batch| self.0.store.submit(batch, now));
+        let GateInner { kept_permits, store, clock, .. } = &*self.0;
+        let now = clock.now();
+        let ended = kept_permits.take_ended(&mut kept_permits.calls.lock(), now);
+        ended.iter().for_each(|batch| store.submit(batch, now));
     }
 
-    /// Counts a call if its client abandons calls. Returns the refusal if the client has its share of a limit.
+    /// Gives back the permits of the abandoned calls that are likely over, and counts this call if its client abandons
+    /// calls. Returns the refusal if the client has its share of a limit.
     #[cold]
     pub(super) fn count_abandoning_client(&self, batch: &Batch, ip: Option<IpAddr>) -> Option<Decision> {
-        self.end_kept_permits();
-        let clients = self.client_keys(batch, ip);
-        let now = self.0.clock.now();
-        let calls = &mut *self.0.kept_permits.calls.lock();
-        let is_beyond_share =
-            |key: &&ClientKey| calls.clients.get(*key).is_some_and(|client| client.calls >= self.share(key.limit));
-        if let Some(key) = clients.iter().find(is_beyond_share) {
-            let wait = calls.clients.get(key).map_or(Span::ZERO, |client| client.retry_at.since(now)).max(MIN_WAIT);
-            return Some(Decision {
-                limit: self.permits(key.limit),
-                remaining: Some(0),
-                reset_after: wait,
-                retry_after: Some(wait),
-                bound_by: Some(key.limit),
-                key: key.key,
-                affinity: batch.context().affinity,
-                ..Decision::without_limit(false, Reason::Limit, now)
-            });
+        if !batch.ops().iter().any(|op| self.permits(op.limit).is_some()) {
+            return None;
         }
+        let GateInner { kept_permits, store, clock, .. } = &*self.0;
+        let (clients, now) = (self.client_keys(batch, ip), clock.now());
+        let mut calls = kept_permits.calls.lock();
+        let ended = kept_permits.take_ended(&mut calls, now);
+        let known = |key: &ClientKey| calls.clients.get(key).map(|client| (*key, client.calls, client.retry_at));
+        let known: Vec<_> = clients.iter().filter_map(known).collect();
+        let beyond_share = known.iter().find(|(key, calls, _)| *calls >= self.share(key.limit));
         let takes = batch.ops().first().is_some_and(|op| op.verb == Verb::Take);
-        if takes && calls.by_holder.len() < MAX_CALLS && clients.iter().any(|key| calls.clients.contains_key(key)) {
+        if takes && beyond_share.is_none() && !known.is_empty() && calls.by_holder.len() < MAX_CALLS {
             let ends_at = now + Concurrency::DEFAULT_LEASE;
             calls.insert(batch.holder(), CountedCall { clients, ends_at, abandoned: None });
         }
-        None
+        drop(calls);
+        ended.iter().for_each(|batch| store.submit(batch, now));
+        let (key, _, retry_at) = beyond_share?;
+        let wait = retry_at.since(now).max(MIN_WAIT);
+        Some(Decision {
+            limit: self.permits(key.limit),
+            remaining: Some(0),
+            reset_after: wait,
+            retry_after: Some(wait),
+            bound_by: Some(key.limit),
+            key: key.key,
+            affinity: batch.context().affinity,
+            ..Decision::without_limit(false, Reason::Limit, now)
+        })
     }
 
     /// Counts a call of this holder no more.
@@ -268,10 +276,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
         KeptPermit { gate: self.clone(), holder }
     }
 
-    /// The client of a call under each of its limits on calls in flight that clients of other addresses share.
+    /// The client of a call under each of its limits on calls in flight that clients of other addresses share. Servers on
+    /// this machine that don't tell their clients aren't one.
     fn client_keys(&self, batch: &Batch, ip: Option<IpAddr>) -> Vec<ClientKey> {
         let plan = &self.0.plan;
-        let Some(network) = ip.map(|ip| plan.client_network(ip)) else { return Vec::new() };
+        let client = ip.map(canonical_ip).filter(|ip| !ip.is_loopback() && *ip != UNIX_PEER);
+        let Some(network) = client.map(|ip| plan.client_network(ip)) else { return Vec::new() };
         let is_shared =
             |limit| self.permits(limit).is_some() && !plan.counts_by_address(limit) && !plan.is_shadow(limit);
         let ops = batch.ops().iter().filter(|op| is_shared(op.limit));
