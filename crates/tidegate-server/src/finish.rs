@@ -21,11 +21,12 @@ const MAX_FINISHING: usize = 1024;
 static FINISHING: Semaphore = Semaphore::const_new(MAX_FINISHING);
 
 type Sent = Result<Response<UpstreamBody>, UpstreamError>;
+type Sending = Pin<Box<dyn Future<Output = Sent> + Send>>;
 
 /// A request under way, which is finished if it is dropped.
 pub(crate) struct FinishedCall {
     /// `None` once it has its response, or must not be finished.
-    call: Option<(Pin<Box<dyn Future<Output = Sent> + Send>>, PermitHandle)>,
+    call: Option<(Sending, PermitHandle)>,
     watch: Arc<ConnectionWatch>,
     has_body: bool,
     timeout: Duration,

@@ -25,9 +25,9 @@ fn query(ip: &str) -> Query<'_> {
     Query { action: Some("report"), ip: Some(ip.parse().unwrap()), ..Query::default() }
 }
 
-fn begin(gate: &MemoryGate, ip: &str) -> Result<PermitGuard<Memory, ManualClock>, Decision> {
+fn begin(gate: &MemoryGate, ip: &str) -> Result<PermitGuard<Memory, ManualClock>, Box<Decision>> {
     let decision = gate.check_now(&query(ip)).unwrap();
-    gate.hold_permit(&query(ip), &decision).unwrap().ok_or(decision)
+    gate.hold_permit(&query(ip), &decision).unwrap().ok_or_else(|| Box::new(decision))
 }
 
 /// Makes a call that lasts this long, and ends.
