@@ -124,7 +124,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
 
     /// Makes a call: waits in the queue, sends, and retries by the provider's rules.
     ///
-    /// Dropping the future releases everything that the call holds.
+    /// Dropping the future releases everything that the call holds. Only under a limit on calls in flight, a request that was
+    /// sent stays in flight while the provider likely works on it, for at most 30 s.
     ///
     /// ```
     /// use tidegate::outbound::{Attempt, AttemptOutcome, AttemptReport, CallOptions, Class, Delivery, Outbound, Upstream};

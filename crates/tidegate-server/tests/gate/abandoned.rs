@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tidegate_core::Span;
+use tidegate_testkit::random::RandomSource;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, Semaphore};
 
@@ -372,4 +373,43 @@ async fn a_call_is_finished_within_the_time_for_a_reply() {
     drop(client);
     assert!(tokio::time::timeout(Duration::from_millis(200), served.ends()).await.is_err(), "it is finished");
     assert!(served.ends().await, "and given up");
+}
+
+/// Calls that are broken off at any time: before they are sent, while the server works, and while it answers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn calls_broken_off_at_any_time_are_no_more_work_than_the_limit() {
+    for inbound in ["", FINISH] {
+        let worker = Worker::start().await;
+        let gate = start(worker.address, &two("action", inbound)).await;
+        let ending = tokio::spawn({
+            let ends = Arc::clone(&worker.ends);
+            async move {
+                loop {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                    ends.add_permits(1);
+                    tokio::time::sleep(Duration::from_millis(3)).await;
+                    ends.forget_permits(100);
+                }
+            }
+        });
+        let clients = (0..8).map(|client| {
+            let (inbound, mut random) = (gate.inbound, RandomSource::from_seed(client));
+            tokio::spawn(async move {
+                for _ in 0..100 {
+                    let mut peer = Peer::connect(inbound).await;
+                    peer.send(get_from(&format!("203.0.113.{}", random.below(250)))).await;
+                    let patience = Duration::from_micros(random.below(8_000));
+                    let _ = tokio::time::timeout(patience, peer.message()).await;
+                }
+            })
+        });
+        for client in clients.collect::<Vec<_>>() {
+            client.await.unwrap();
+        }
+        assert_eq!(worker.most(), 2);
+        // An answer that arrives with the end of its client isn't seen as one.
+        gate.clock.advance(Span::from_secs(30));
+        eventually_served(gate.inbound).await;
+        ending.abort();
+    }
 }
