@@ -36,6 +36,11 @@ impl RecentMaximum {
         self.longest[0] = self.longest[0].max(time);
     }
 
+    /// The longest time, and this one while none was recorded.
+    pub fn get_or(&self, unknown: Span) -> Span {
+        if self.period_start.is_none() { unknown } else { self.get() }
+    }
+
     /// The longest time.
     pub fn get(&self) -> Span {
         self.longest.into_iter().max().unwrap_or(Span::ZERO)

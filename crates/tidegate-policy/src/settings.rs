@@ -228,6 +228,7 @@ mod tests {
                 "proxy_protocol",
                 "token",
                 "hosts",
+                "connections_per_client",
                 "forward_auth",
                 "deny_status",
                 "compat"

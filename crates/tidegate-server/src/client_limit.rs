@@ -20,6 +20,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// The number of connections of each client address, IPv6 by network. Its size is bounded by the cap on connections,
 /// because an address is kept only while it has a connection.
 pub(crate) struct ClientLimit {
+    /// The policy's section of the listener.
+    section: &'static str,
     max_connections: usize,
     /// The number of leading bits of an IPv6 address that are counted.
     ipv6_prefix: u8,
@@ -37,8 +39,9 @@ struct ClientCounts {
 }
 
 impl ClientLimit {
-    pub(crate) fn new(max_connections: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
-        Arc::new(Self { max_connections: max_connections.max(1), ipv6_prefix, trusted, state: Mutex::default() })
+    pub(crate) fn new(section: &'static str, max_connections: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
+        let max_connections = max_connections.max(1);
+        Arc::new(Self { section, max_connections, ipv6_prefix, trusted, state: Mutex::default() })
     }
 
     /// Counts a connection of this address and returns its slot. `None` if the address isn't counted.
@@ -81,7 +84,13 @@ impl ClientLimit {
         state.last_logged = Some(watchdog.current_tick());
         let suppressed = std::mem::take(&mut state.suppressed);
         drop(state);
-        tracing::warn!(%ip, most = self.max_connections, suppressed, "a client address has too many connections");
+        tracing::warn!(
+            %ip,
+            listener = self.section,
+            connections_per_client = self.max_connections,
+            suppressed,
+            "a client address has too many connections"
+        );
     }
 
     /// The address by which a client is counted.
@@ -143,7 +152,7 @@ mod tests {
             (56, "2001:db8::1", "2001:db8:0:ff::2", "2001:db8:0:100::1"),
             (32, "2001:db8::1", "2001:db8:ffff::2", "2001:db9::1"),
         ] {
-            let clients = ClientLimit::new(2, prefix, Networks::new(["10.0.0.0/8".parse().unwrap()]));
+            let clients = ClientLimit::new("inbound", 2, prefix, Networks::new(["10.0.0.0/8".parse().unwrap()]));
             let first = clients.acquire(ip(one)).unwrap();
             let second = clients.acquire(ip(same)).unwrap();
             assert!(clients.acquire(ip(one)).is_err());
@@ -161,7 +170,11 @@ mod tests {
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
         let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
-        ClientLimit::new(1, 64, Networks::default()).reject_connection(Some(&stream), ip("192.0.2.1"), &watchdog);
+        ClientLimit::new("inbound", 1, 64, Networks::default()).reject_connection(
+            Some(&stream),
+            ip("192.0.2.1"),
+            &watchdog,
+        );
         drop(stream);
         let mut answer = String::new();
         tokio::io::AsyncReadExt::read_to_string(&mut client, &mut answer).await.unwrap();
@@ -170,7 +183,7 @@ mod tests {
 
     #[test]
     fn local_peers_and_trusted_proxies_are_not_counted() {
-        let clients = ClientLimit::new(1, 64, Networks::new(["10.0.0.0/8".parse().unwrap()]));
+        let clients = ClientLimit::new("inbound", 1, 64, Networks::new(["10.0.0.0/8".parse().unwrap()]));
         for uncounted in ["127.0.0.1", "::1", "10.1.2.3", "::ffff:10.1.2.3", "0.0.0.0"] {
             for _ in 0..3 {
                 assert!(clients.acquire(ip(uncounted)).unwrap().is_none(), "{uncounted}");

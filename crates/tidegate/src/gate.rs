@@ -254,7 +254,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let answer = self.0.store.apply(&batch, self.0.clock.now());
         let mut outcomes = self.outcomes(&mut batch, query.ip, answer).await?;
         let decided = self.decide_outcomes(&batch, &mut outcomes);
-        let decision = self.decide_by_list(query).unwrap_or(decided);
+        let is_active = self.0.kept_permits.is_active();
+        let beyond_share = || is_active.then(|| self.count_abandoning_client(&batch, query.ip)).flatten();
+        let decision = self.decide_by_list(query).or_else(beyond_share).unwrap_or(decided);
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
 

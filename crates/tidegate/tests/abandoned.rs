@@ -21,6 +21,11 @@ fn gate(toml: &str) -> (MemoryGate, ManualClock, Policy) {
     (Gate::in_memory(&policy, clock.clone()), clock, policy)
 }
 
+/// Runs a future that is ready at once.
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+}
+
 fn query(ip: &str) -> Query<'_> {
     Query { action: Some("report"), ip: Some(ip.parse().unwrap()), ..Query::default() }
 }
@@ -52,6 +57,23 @@ fn kept_for(gate: &MemoryGate, clock: &ManualClock, abandoned_after: u64) -> u64
         free(gate) == 4
     });
     (kept.unwrap() + 1) * 100
+}
+
+#[test]
+fn explain_tells_a_clients_share_and_a_reset_ends_it() {
+    let (gate, clock, _) = gate(FOUR);
+    let abandoner = query("203.0.113.1");
+    let kept: Vec<_> = (0..2).map(|_| begin(&gate, "203.0.113.1").unwrap().keep()).collect();
+    let explained = || block_on(gate.explain(&abandoner)).unwrap().decision;
+    assert!(begin(&gate, "203.0.113.1").is_err());
+    assert_eq!((explained().allowed, explained().bound_by.as_deref()), (false, Some("report")));
+    assert!(block_on(gate.explain(&query("203.0.113.2"))).unwrap().decision.allowed, "the rest is for others");
+    block_on(gate.reset(&abandoner)).unwrap();
+    assert!(explained().allowed);
+    assert!(begin(&gate, "203.0.113.1").is_ok());
+    kept.into_iter().for_each(|permit| permit.end());
+    clock.advance(Span::from_secs(400));
+    assert_eq!((free(&gate), gate.kept_permits()), (4, 0));
 }
 
 #[test]

@@ -177,7 +177,7 @@ impl ProviderState {
             lead: rules.lead,
             lead_doubled_at: Time::ZERO,
             round_trips: RoundTripStats::default(),
-            longest_reply: RecentMaximum::new(MAX_KEPT_TIME),
+            longest_reply: RecentMaximum::new(Span::ZERO),
             abandoned: Vec::new(),
         };
         state.apply_adaptive_limit(rules);
@@ -334,7 +334,9 @@ impl ProviderState {
     /// Ends a request without a reply, on which the provider may still work: at once if no limit counts the calls in flight,
     /// and otherwise when a long call would have its reply. The adaptive limit is none: it only guesses.
     pub(super) fn record_abandoned(&mut self, rules: &CallRules, sent: &SentRequest, now: Time) {
-        let likely_end = (sent.sent_at + self.longest_reply.get()).min(now + MAX_KEPT_TIME);
+        // The first replies are believed: callers are programs of the operator, and no attackers.
+        let longest = self.longest_reply.get_or(MAX_KEPT_TIME);
+        let likely_end = (sent.sent_at + longest).min(now + MAX_KEPT_TIME);
         let most = rules.lanes.max_in_flight.min(rules.lanes.lanes[sent.lane as usize].max_in_flight);
         let is_limited = most.min(rules.max_in_flight_per_credential) < u32::MAX;
         if is_limited && likely_end > now && self.abandoned.len() < MAX_ABANDONED {

@@ -226,6 +226,14 @@ impl<S: Store, C: Clock> Gate<S, C> {
         })
     }
 
+    /// Forgets what clients have of these limits, because their keys were reset.
+    pub(super) fn forget_shares(&self, reset: &Batch) {
+        let is_reset = |key: &ClientKey| reset.ops().iter().any(|op| (op.limit, op.key) == (key.limit, key.key));
+        let calls = &mut *self.0.kept_permits.calls.lock();
+        calls.clients.retain(|key, _| !is_reset(key));
+        calls.by_holder.values_mut().for_each(|call| call.clients.retain(|key| !is_reset(key)));
+    }
+
     /// Counts a call of this holder no more.
     #[cold]
     pub(super) fn uncount_call(&self, holder: u64) {
