@@ -216,6 +216,11 @@ impl Watchdog {
         self.current_tick.load(Relaxed)
     }
 
+    /// Returns the time since a tick.
+    pub(crate) fn time_since(&self, tick: u32) -> Duration {
+        self.tick * self.current_tick().wrapping_sub(tick)
+    }
+
     /// Returns true if this much time has passed since a tick.
     pub(crate) fn has_elapsed(&self, tick: u32, time: Duration) -> bool {
         self.current_tick().wrapping_sub(tick) >= ticks(time, self.tick)

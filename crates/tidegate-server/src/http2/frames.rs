@@ -7,7 +7,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
@@ -152,9 +151,10 @@ impl FrameCountingStream {
     /// Allows what time and responses allow since the last call.
     fn refill(&mut self) {
         let watchdog = &self.streams.client.watch.watchdog;
-        if watchdog.has_elapsed(self.refilled, Duration::from_secs(1)) {
+        let seconds = u32::try_from(watchdog.time_since(self.refilled).as_secs()).unwrap_or(u32::MAX);
+        if seconds > 0 {
             self.refilled = watchdog.current_tick();
-            self.allow(CONTROL_FRAMES_PER_SECOND);
+            self.allow(CONTROL_FRAMES_PER_SECOND.saturating_mul(seconds));
         }
         let pieces = self.streams.pieces.load(Relaxed);
         let more = pieces.wrapping_sub(self.pieces).saturating_mul(CONTROL_FRAMES_PER_PIECE);
