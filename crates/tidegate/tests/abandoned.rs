@@ -1,6 +1,8 @@
 //! The permits of calls whose clients go away.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::sync::atomic::{AtomicU8, Ordering};
+
 use tidegate::clock::ManualClock;
 use tidegate::policy::{Policy, PolicySources, Query};
 use tidegate::store::Memory;
@@ -47,9 +49,17 @@ fn free(gate: &MemoryGate) -> usize {
     (1..=9).map_while(|number| begin(gate, &format!("198.51.100.{number}")).ok()).collect::<Vec<_>>().len()
 }
 
+/// The number of permits that are free for this client.
+fn free_for(gate: &MemoryGate, ip: &str) -> usize {
+    (0..9).map_while(|_| begin(gate, ip).ok()).collect::<Vec<_>>().len()
+}
+
 /// A call of a client for itself, which it abandons. Returns the milliseconds for which its permit is kept.
 fn kept_for(gate: &MemoryGate, clock: &ManualClock, abandoned_after: u64) -> u64 {
-    let permit = begin(gate, "203.0.113.1").unwrap();
+    // A client of its own, which has abandoned none.
+    static CLIENTS: AtomicU8 = AtomicU8::new(10);
+    let client = format!("203.0.113.{}", CLIENTS.fetch_add(1, Ordering::Relaxed));
+    let permit = begin(gate, &client).unwrap();
     clock.advance(Span::from_millis(abandoned_after));
     drop(permit.keep());
     let kept = (0..).find(|_| {
@@ -57,6 +67,30 @@ fn kept_for(gate: &MemoryGate, clock: &ManualClock, abandoned_after: u64) -> u64
         free(gate) == 4
     });
     (kept.unwrap() + 1) * 100
+}
+
+/// A client can't abandon one slow call after the other while only fast ones tell how long calls take.
+#[test]
+fn the_further_abandoned_calls_of_a_client_last_longest() {
+    for key in ["action", "client_ip"] {
+        let (gate, clock, _) = gate(&FOUR.replace("action\"]", &format!("{key}\"]")));
+        for _ in 0..2 {
+            call(&gate, &clock, 100);
+            clock.advance(Span::from_secs(61));
+        }
+        drop(begin(&gate, "203.0.113.1").unwrap().keep());
+        clock.advance(Span::from_millis(200));
+        assert_eq!(free_for(&gate, "203.0.113.1"), if key == "action" { 2 } else { 4 }, "the first one is believed");
+        let mut kept = 1;
+        for _ in 0..100 {
+            clock.advance(Span::from_millis(200));
+            if let Ok(permit) = begin(&gate, "203.0.113.1") {
+                drop(permit.keep());
+                kept += 1;
+            }
+        }
+        assert_eq!(kept, if key == "action" { 3 } else { 5 }, "{key}");
+    }
 }
 
 #[test]
@@ -113,7 +147,7 @@ fn a_kept_permit_ends_with_the_work_that_is_observed() {
     clock.advance(Span::from_millis(200));
     observed.end();
     assert_eq!((free(&gate), gate.kept_permits()), (4, 0), "before its likely end");
-    let observed = begin(&gate, "203.0.113.1").unwrap().keep();
+    let observed = begin(&gate, "203.0.113.2").unwrap().keep();
     clock.advance(Span::from_secs(20));
     assert_eq!((free(&gate), gate.kept_permits()), (3, 1), "it goes on");
     drop(observed);

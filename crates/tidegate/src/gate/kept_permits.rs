@@ -259,12 +259,17 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let started_at = hold_times.take_start(holder);
         let longest = batches.first().map_or(Span::ZERO, |own| hold_times.longest(own));
         let ends_at = now + MAX_KEPT_TIME;
-        let likely_end = (started_at.unwrap_or(now) + longest).min(ends_at);
         for batch in &mut batches {
             store.submit(batch, now);
             batch.ops_mut().iter_mut().for_each(|op| op.verb = Verb::Release);
         }
         let calls = &mut *kept_permits.calls.lock();
+        let has_abandoned = |key| calls.clients.get(key).is_some_and(|client: &Client| client.counted_until > now);
+        // A client that abandons several calls may choose those that take longest.
+        let likely_end = match clients.iter().any(has_abandoned) {
+            true => ends_at,
+            false => (started_at.unwrap_or(now) + longest).min(ends_at),
+        };
         calls.remove(holder);
         if calls.by_holder.len() < MAX_CALLS {
             kept_permits.is_active.store(true, Ordering::Relaxed);
@@ -284,15 +289,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
         KeptPermit { gate: self.clone(), holder }
     }
 
-    /// The client of a call under each of its limits on calls in flight that clients of other addresses share. Servers on
-    /// this machine that don't tell their clients aren't one.
+    /// The client of a call under each of its limits on calls in flight. Servers on this machine that don't tell their clients
+    /// aren't one.
     fn client_keys(&self, batch: &Batch, ip: Option<IpAddr>) -> Vec<ClientKey> {
         let plan = &self.0.plan;
         let client = ip.map(canonical_ip).filter(|ip| !ip.is_loopback() && *ip != UNIX_PEER);
         let Some(network) = client.map(|ip| plan.client_network(ip)) else { return Vec::new() };
-        let is_shared =
-            |limit| self.permits(limit).is_some() && !plan.counts_by_address(limit) && !plan.is_shadow(limit);
-        let ops = batch.ops().iter().filter(|op| is_shared(op.limit));
+        let ops = batch.ops().iter().filter(|op| self.permits(op.limit).is_some() && !plan.is_shadow(op.limit));
         ops.map(|op| ClientKey { limit: op.limit, key: op.key, network }).collect()
     }
 
@@ -304,8 +307,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// The number of calls that a client which abandons some may have.
+    /// The number of calls that a client which abandons some may have: half of a limit that clients of other addresses share.
     fn share(&self, limit: LimitId) -> u64 {
-        (self.permits(limit).unwrap_or(0) / SHARES).max(1)
+        let permits = self.permits(limit).unwrap_or(0);
+        if self.0.plan.counts_by_address(limit) { permits } else { (permits / SHARES).max(1) }
     }
 }
