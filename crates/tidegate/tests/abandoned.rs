@@ -93,6 +93,22 @@ fn the_further_abandoned_calls_of_a_client_last_longest() {
     }
 }
 
+/// A client can't take the places of abandoned calls from others by keys that it invents.
+#[test]
+fn one_client_has_a_bounded_number_of_abandoned_calls() {
+    let (gate, clock, _) = gate(&FOUR.replace("action\"]", "key\"]"));
+    let keep = |ip: &str, key: usize| {
+        let key = key.to_string();
+        let query = Query { key: Some(&key), ..query(ip) };
+        let decision = gate.check_now(&query).unwrap();
+        gate.hold_permit(&query, &decision).unwrap().map(|permit| drop(permit.keep())).is_some()
+    };
+    assert_eq!((0..200).filter(|key| keep("203.0.113.1", *key)).count(), 64);
+    assert!(keep("203.0.113.2", 0), "another client");
+    clock.advance(Span::from_secs(31));
+    assert!(keep("203.0.113.1", 300));
+}
+
 #[test]
 fn explain_tells_a_clients_share_and_a_reset_ends_it() {
     let (gate, clock, _) = gate(FOUR);

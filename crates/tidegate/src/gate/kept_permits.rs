@@ -22,6 +22,9 @@ const MAX_KEPT_TIME: Span = Concurrency::DEFAULT_LEASE;
 const MAX_CALLS: usize = 4096;
 /// The maximum number of clients under limits whose calls are counted. Further ones have no share.
 const MAX_CLIENTS: usize = 1024;
+/// The maximum number of one client's abandoned calls, under all limits and keys. With more, its calls are refused: it could
+/// otherwise take all places by calls with keys that it invents.
+const MAX_CALLS_OF_CLIENT: usize = 64;
 /// The time for which the calls of a client are counted after it has abandoned one. Ten times the longest for which a permit
 /// is kept: calls that a client begins before it abandons the first one are not counted, and it may repeat that.
 const COUNTED_TIME: Span = MAX_KEPT_TIME.times(10);
@@ -42,8 +45,9 @@ pub(super) struct KeptPermits {
 struct Calls {
     by_holder: HashMap<u64, CountedCall>,
     clients: HashMap<ClientKey, Client>,
-    /// The number of calls whose permits are kept.
+    /// The number of calls whose permits are kept, in all and of each client.
     kept: usize,
+    kept_by_network: HashMap<IpAddr, usize>,
     /// The time of the next look for calls and clients that have ended.
     next_sweep: Time,
 }
@@ -69,6 +73,8 @@ struct Client {
 #[derive(Debug)]
 struct CountedCall {
     clients: Vec<ClientKey>,
+    /// The client's address or network, if it is counted.
+    network: Option<IpAddr>,
     /// The end of its permit, unless it is renewed.
     ends_at: Time,
     abandoned: Option<AbandonedCall>,
@@ -130,14 +136,29 @@ impl Calls {
                 client.calls -= 1;
             }
         }
-        self.kept -= usize::from(call.abandoned.is_some());
+        if call.abandoned.is_some() {
+            self.kept -= 1;
+            if let Some(network) = call.network
+                && let Some(count) = self.kept_by_network.get_mut(&network)
+            {
+                *count -= 1;
+                if *count == 0 {
+                    self.kept_by_network.remove(&network);
+                }
+            }
+        }
         call.abandoned
     }
 
     /// Counts a call of clients that are known already.
     fn insert(&mut self, holder: u64, mut call: CountedCall) {
         call.clients.retain(|key| self.clients.get_mut(key).map(|client| client.calls += 1).is_some());
-        self.kept += usize::from(call.abandoned.is_some());
+        if call.abandoned.is_some() {
+            self.kept += 1;
+            if let Some(network) = call.network {
+                *self.kept_by_network.entry(network).or_default() += 1;
+            }
+        }
         self.next_sweep = self.next_sweep.min(call.end());
         self.by_holder.insert(holder, call);
     }
@@ -204,15 +225,22 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let ended = kept_permits.take_ended(&mut calls, now);
         let known = |key: &ClientKey| calls.clients.get(key).map(|client| (*key, client.calls, client.retry_at));
         let known: Vec<_> = clients.iter().filter_map(known).collect();
-        let beyond_share = known.iter().find(|(key, calls, _)| *calls >= self.share(key.limit));
+        let network = clients.first().map(|key| key.network);
+        let kept = network.and_then(|network| calls.kept_by_network.get(&network));
+        let beyond_share = if kept.is_some_and(|kept| *kept >= MAX_CALLS_OF_CLIENT) {
+            clients.first().map(|key| (*key, now + MAX_KEPT_TIME))
+        } else {
+            let beyond = known.iter().find(|(key, calls, _)| *calls >= self.share(key.limit));
+            beyond.map(|(key, _, retry_at)| (*key, *retry_at))
+        };
         let takes = batch.ops().first().is_some_and(|op| op.verb == Verb::Take);
         if takes && beyond_share.is_none() && !known.is_empty() && calls.by_holder.len() < MAX_CALLS {
             let ends_at = now + Concurrency::DEFAULT_LEASE;
-            calls.insert(batch.holder(), CountedCall { clients, ends_at, abandoned: None });
+            calls.insert(batch.holder(), CountedCall { clients, network, ends_at, abandoned: None });
         }
         drop(calls);
         ended.iter().for_each(|batch| store.submit(batch, now));
-        let (key, _, retry_at) = beyond_share?;
+        let (key, retry_at) = beyond_share?;
         let wait = retry_at.since(now).max(MIN_WAIT);
         Some(Decision {
             limit: self.permits(key.limit),
@@ -284,7 +312,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
                 }
             }
             let abandoned = AbandonedCall { started_at, releases: batches, likely_end, is_observed: true };
-            calls.insert(holder, CountedCall { clients, ends_at, abandoned: Some(abandoned) });
+            let network = clients.first().map(|key| key.network);
+            calls.insert(holder, CountedCall { clients, network, ends_at, abandoned: Some(abandoned) });
         }
         KeptPermit { gate: self.clone(), holder }
     }
