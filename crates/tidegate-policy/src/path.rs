@@ -422,11 +422,11 @@ pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
                 // Some servers treat these as the ASCII letter, in one direction or the other.
                 'İ' | 'ı' => folded.push(b'i'),
                 'ſ' => folded.push(b's'),
-                _ => folded.extend(letter.to_lowercase().flat_map(|lower| {
-                    let mut bytes = [0; 4];
-                    let length = lower.encode_utf8(&mut bytes).len();
-                    bytes.into_iter().take(length)
-                })),
+                _ => {
+                    for lower in letter.to_lowercase() {
+                        folded.extend_from_slice(lower.encode_utf8(&mut [0; 4]).as_bytes());
+                    }
+                }
             }
         }
         folded.extend_from_slice(chunk.invalid());

@@ -28,7 +28,7 @@ pub(crate) trait RequestPermit: Send {
     fn renew(&self);
     /// Keeps the permit of an abandoned request until its work is likely over.
     fn keep(self: Box<Self>) -> Box<dyn AbandonedWork>;
-    /// Returns the permit of a request on which nobody has worked.
+    /// Returns the permit of a request that caused no work.
     fn cancel(self: Box<Self>);
 }
 

@@ -402,7 +402,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
             StoreResponse::Ready(mut outcomes) => {
                 let decision = self.decide_outcomes(&batch, &mut outcomes);
                 if decision.allowed {
-                    self.release_batch(&batch);
+                    self.release_unused(&batch);
                     return Err(error);
                 }
                 self.count(counted, query.ip, batch.ops(), &decision);
@@ -415,11 +415,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// Gives back the permits of a batch.
-    pub(crate) fn release_batch(&self, batch: &Batch) {
+    /// Gives back the permits that a batch may have taken for no call. Their time isn't that of a call.
+    pub(crate) fn release_unused(&self, batch: &Batch) {
+        self.forget_hold(batch);
         if let Some(release) = batch.to_release(self.0.plan.limits()) {
+            self.end_hold(&release);
             self.submit(&release);
-            self.end_hold(batch);
         }
     }
 

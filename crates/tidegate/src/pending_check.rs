@@ -62,7 +62,7 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
         *is_answered = true;
         let decision = gate.decide_outcomes(batch, &mut outcomes);
         if let Some(error) = uncountable.filter(|_| decision.allowed) {
-            gate.release_batch(batch);
+            gate.release_unused(batch);
             return Err(error);
         }
         gate.count(counted, ip, batch.ops(), &decision);
@@ -79,11 +79,8 @@ struct ReleaseGuard<S: Store, C: Clock> {
 
 impl<S: Store, C: Clock> Drop for ReleaseGuard<S, C> {
     fn drop(&mut self) {
-        if !self.is_answered
-            && let Some(release) = self.batch.to_release(self.gate.plan().limits())
-        {
-            self.gate.end_hold(&release);
-            self.gate.submit(&release);
+        if !self.is_answered {
+            self.gate.release_unused(&self.batch);
         }
     }
 }

@@ -39,7 +39,7 @@ impl<S: Store, C: Clock> PermitGuard<S, C> {
         self.shared_keys.iter().chain([&self.own_keys]).for_each(|batch| self.gate.submit(batch));
     }
 
-    /// Keeps the permit of a call whose caller has gone away, while somebody may still work on it. If the returned value is
+    /// Keeps the permit of a call whose caller has gone away, while work on it may go on. If the returned value is
     /// dropped at once, the permit is given back when the longest recent call under its limits would be over, by the time
     /// since this call began. In any case it is given back within 30 s.
     ///
@@ -54,7 +54,7 @@ impl<S: Store, C: Clock> PermitGuard<S, C> {
         self.gate.keep_permit(batches, self.ip)
     }
 
-    /// Gives the permit back for a call on which nobody has worked. Its time doesn't count as that of a call.
+    /// Gives the permit back for a call that caused no work. Its time doesn't count as that of a call.
     pub fn cancel(self) {
         self.gate.forget_hold(&self.own_keys);
     }

@@ -109,6 +109,25 @@ fn one_client_has_a_bounded_number_of_abandoned_calls() {
     assert!(keep("203.0.113.1", 300));
 }
 
+/// Calls that get 400 take a permit of `inbound.global` for a moment, which tells nothing about the time of calls.
+#[test]
+fn calls_that_cant_be_counted_shorten_no_estimate() {
+    let (gate, clock, _) = gate(
+        "[inbound.global]\nlimit = \"4 in flight\"\n\
+         [inbound.action.report]\nmatch = { path = \"/report\" }\nlimit = \"100/s\"\n",
+    );
+    let path = "/%253b/a;v/..;/%e2%80%a8%252e".repeat(136);
+    let unreadable = Query { action: None, path: Some(&path), ..query("192.0.2.1") };
+    for _ in 0..3 {
+        assert!(gate.check_now(&unreadable).unwrap_err().uncountable().is_some());
+        clock.advance(Span::from_secs(61));
+    }
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    clock.advance(Span::from_secs(29));
+    drop(begin(&gate, "198.51.100.1").unwrap());
+    assert_eq!(gate.kept_permits(), 1);
+}
+
 #[test]
 fn explain_tells_a_clients_share_and_a_reset_ends_it() {
     let (gate, clock, _) = gate(FOUR);

@@ -67,7 +67,7 @@ pub struct ProviderState {
     abandoned: Vec<AbandonedCall>,
 }
 
-/// A request that nobody waits for, and on which the provider likely works.
+/// A request without a waiting caller, on which the provider likely works.
 #[derive(Debug)]
 struct AbandonedCall {
     likely_end: Time,

@@ -1,6 +1,6 @@
 //! The stream of an HTTP/2 connection, with a bound on the frames that are neither requests nor data.
 //!
-//! *Why here:* the library answers or ignores such frames by itself, and tells nobody of them.
+//! *Why here:* the library answers or ignores such frames by itself, and doesn't report them.
 
 use std::io;
 use std::pin::Pin;
@@ -47,7 +47,7 @@ pub(super) struct FrameCountingStream {
     pieces: usize,
 }
 
-/// What a frame carries.
+/// The content of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FrameContent {
     /// The head of a request.

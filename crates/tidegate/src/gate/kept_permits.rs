@@ -86,7 +86,7 @@ struct AbandonedCall {
     /// The batches that give the permit back.
     releases: Vec<Batch>,
     likely_end: Time,
-    /// True while somebody sees that its work goes on.
+    /// True while its work is observed to go on.
     is_observed: bool,
 }
 
