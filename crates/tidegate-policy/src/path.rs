@@ -116,15 +116,17 @@ impl<'a> NormalisedPath<'a> {
 
     #[cold]
     fn rewrite_path(bytes: &[u8], quirks: PathQuirks) -> Self {
-        let (tokens, reading) = (decode_layer(raw_bytes(bytes), |_| true), Reading::normal(quirks));
+        let (raw, reading) = (bytes.iter().map(|byte| (*byte, 0)), Reading::normal(quirks));
         // A slash is put before a path that lacks one; nothing else grows.
         let normalised = if bytes.len() < INLINE {
-            let mut short = ArrayVec::new();
-            write_reading(tokens, &reading, &mut short);
+            let (mut short, mut tokens) = (ArrayVec::new(), ArrayVec::<PathByte, INLINE>::new());
+            decode_layer(&raw.collect::<ArrayVec<PathByte, INLINE>>(), |_| true, &mut tokens);
+            write_reading(&tokens, &reading, &mut short);
             Self::Short(short)
         } else {
-            let mut long = Vec::with_capacity(bytes.len() + 1);
-            write_reading(tokens, &reading, &mut long);
+            let (mut long, mut tokens) = (Vec::with_capacity(bytes.len() + 1), Vec::with_capacity(bytes.len()));
+            decode_layer(&raw.collect::<Vec<PathByte>>(), |_| true, &mut tokens);
+            write_reading(&tokens, &reading, &mut long);
             Self::Long(long)
         };
         match fold_case(normalised.as_bytes(), quirks) {
@@ -144,20 +146,22 @@ const ENDS_PATH: u8 = 1 << 3;
 const MAY_DROP_AFTER_SLASH: u8 = REWRITES << 3;
 /// A byte that may be dropped at the end of a segment.
 const MAY_TRIM_AT_END: u8 = 1 << 5;
+/// A byte that isn't copied as it is in every reading of a path whose escapes are decoded.
+const MAY_DIFFER: u8 = 1 << 6;
 
 const CLASSES: [u8; 256] = {
     let mut classes = [0; 256];
     let mut byte = 0;
     while byte < 256 {
         classes[byte] = match byte as u8 {
-            b'/' => SLASH | MAY_DROP_AFTER_SLASH,
-            b'.' => MAY_DROP_AFTER_SLASH | MAY_TRIM_AT_END,
+            b'/' => SLASH | MAY_DROP_AFTER_SLASH | MAY_DIFFER,
+            b'.' => MAY_DROP_AFTER_SLASH | MAY_TRIM_AT_END | MAY_DIFFER,
             // A server that parses the path as a URL again leaves control characters and spaces out.
-            ..=b' ' | b'%' | b'\\' | b';' => REWRITES,
+            ..=b' ' | b'%' | b'\\' | b';' => REWRITES | MAY_DIFFER,
             b'A'..=b'Z' | 0x80.. => UPPER,
-            b'?' => ENDS_PATH,
+            b'?' => ENDS_PATH | MAY_DIFFER,
             // A fragment never comes over the wire, and servers that receive one handle it in different ways.
-            b'#' => ENDS_PATH | REWRITES,
+            b'#' => ENDS_PATH | REWRITES | MAY_DIFFER,
             _ => 0,
         };
         byte += 1;
@@ -168,30 +172,31 @@ const CLASSES: [u8; 256] = {
 /// A byte of a path, and the number of layers of escapes that it came out of.
 pub(crate) type PathByte = (u8, u8);
 
-pub(crate) fn raw_bytes(bytes: &[u8]) -> impl Fn(usize) -> Option<PathByte> {
-    |at| bytes.get(at).map(|byte| (*byte, 0))
+/// True if servers copy the byte as it is in every reading of a path whose escapes are decoded.
+#[inline]
+pub(crate) fn is_data(byte: u8) -> bool {
+    CLASSES[usize::from(byte)] & MAY_DIFFER == 0
 }
 
 /// Decodes one layer of escapes, of those bytes that `which` accepts.
-pub(crate) fn decode_layer(
-    get: impl Fn(usize) -> Option<PathByte>,
-    which: impl Fn(u8) -> bool,
-) -> impl Iterator<Item = PathByte> {
-    let mut at = 0;
-    std::iter::from_fn(move || {
-        let token @ (byte, _) = get(at)?;
-        let digit = |index| get(index).and_then(|(byte, layers)| Some((char::from(byte).to_digit(16)?, layers)));
-        at += 1;
-        if byte == b'%'
-            && let (Some((high, above)), Some((low, below))) = (digit(at), digit(at + 1))
-            && let Ok(byte) = u8::try_from(high * 16 + low)
-            && which(byte)
+pub(crate) fn decode_layer(tokens: &[PathByte], which: impl Fn(u8) -> bool, out: &mut impl Extend<PathByte>) {
+    let digit = |(byte, layers): &PathByte| Some((u8::try_from(char::from(*byte).to_digit(16)?).ok()?, *layers));
+    let mut rest = tokens;
+    while !rest.is_empty() {
+        let run = rest.iter().position(|(byte, _)| *byte == b'%').unwrap_or(rest.len());
+        out.extend(rest[..run].iter().copied());
+        rest = &rest[run..];
+        if let [_, high, low, behind @ ..] = rest
+            && let (Some((high, above)), Some((low, below))) = (digit(high), digit(low))
+            && which(high << 4 | low)
         {
-            at += 2;
-            return Some((byte, above.max(below) + 1));
+            out.extend([(high << 4 | low, above.max(below) + 1)]);
+            rest = behind;
+        } else if let [sign, behind @ ..] = rest {
+            out.extend([*sign]);
+            rest = behind;
         }
-        Some(token)
-    })
+    }
 }
 
 /// The handling of empty segments.
@@ -284,7 +289,7 @@ impl Reading {
 }
 
 /// The operations on a buffer that rewriting needs.
-pub(crate) trait ByteBuffer: Deref<Target = [u8]> {
+pub(crate) trait ByteBuffer: Deref<Target = [u8]> + Extend<u8> {
     fn push_byte(&mut self, byte: u8);
     fn truncate_to(&mut self, length: usize);
 }
@@ -311,24 +316,31 @@ impl ByteBuffer for ArrayVec<u8, INLINE> {
 #[derive(Default)]
 struct OpenSegment {
     begin: usize,
-    /// The most layers of escapes that any of its bytes came out of.
+    /// The most layers of escapes that its dots came out of, if it has nothing else.
     layers: u8,
     /// The start of its parameters, if they are dropped at its end.
     parameters: Option<usize>,
 }
 
 /// Writes a path in this reading. An escaped slash or percent sign that is data becomes `%2F` or `%25`. There is no
-/// slash at the end, except in `/`.
-pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Reading, out: &mut impl ByteBuffer) {
+/// slash at the end, except in `/`. Returns the number of bytes that it looked at one by one.
+pub(crate) fn write_reading(tokens: &[PathByte], reading: &Reading, out: &mut impl ByteBuffer) -> usize {
     out.push_byte(b'/');
     let mut segment = OpenSegment { begin: 1, ..OpenSegment::default() };
-    let (mut is_first, mut in_parameter) = (true, false);
+    let (mut at, mut steps, mut in_parameter) = (0, 0, false);
     let fold = |byte: u8| if reading.folds_case { byte.to_ascii_lowercase() } else { byte };
-    for (byte, layers) in tokens {
-        let was_first = std::mem::replace(&mut is_first, false);
+    loop {
+        let run = tokens[at..].iter().position(|(byte, _)| !is_data(*byte)).unwrap_or(tokens.len() - at);
+        if !in_parameter {
+            out.extend(tokens[at..at + run].iter().map(|(byte, _)| fold(*byte)));
+        }
+        at += run;
+        let Some(&(byte, layers)) = tokens.get(at) else { break };
+        at += 1;
+        steps += 1;
         if reading.is_separator((byte, layers)) {
             // The output already has the first slash.
-            if !was_first {
+            if at > 1 {
                 end_segment(out, &segment, reading, false);
                 segment = OpenSegment { begin: out.len(), ..OpenSegment::default() };
             }
@@ -361,7 +373,7 @@ pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Re
                 let digits = if byte == b'/' { *b"%2F" } else { *b"%25" };
                 digits.into_iter().for_each(|digit| out.push_byte(fold(digit)));
             }
-            _ => out.push_byte(fold(byte)),
+            _ => out.push_byte(byte),
         }
     }
     end_segment(out, &segment, reading, true);
@@ -369,6 +381,7 @@ pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Re
     if length > 1 {
         out.truncate_to(length - 1);
     }
+    steps
 }
 
 /// Ends the segment at the end of `out` with a slash, or removes a segment that is dropped.

@@ -1,6 +1,6 @@
 //! The encoding of paths in URLs.
 
-use crate::path::{PathByte, decode_layer, raw_bytes};
+use crate::path::{PathByte, decode_layer};
 
 /// The form in which a path is forwarded, so that servers read it alike: dot segments resolved, empty segments dropped,
 /// unnecessary escapes decoded, and everything else escaped in capitals. `%2F` and the query stay. `None` if the path
@@ -13,11 +13,13 @@ pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
     }
     let unreserved = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
     let mut form = String::with_capacity(path_and_query.len());
-    let (mut starts, mut tokens) = (Vec::new(), Vec::new());
+    let (mut starts, mut raw, mut tokens) = (Vec::new(), Vec::new(), Vec::new());
     let mut is_open = false;
     for segment in path[1..].split('/') {
+        raw.clear();
+        raw.extend(segment.bytes().map(|byte| (byte, 0)));
         tokens.clear();
-        tokens.extend(decode_layer(raw_bytes(segment.as_bytes()), unreserved));
+        decode_layer(&raw, unreserved, &mut tokens);
         let start = form.len();
         form.push('/');
         push_encoded(&mut form, &tokens);

@@ -2,7 +2,7 @@
 
 use crate::matched_actions::PathError;
 use crate::path::{PathByte, PathQuirks};
-use crate::readings::WorkBudget;
+use crate::readings::{WorkBudget, as_tokens};
 
 /// Returns the texts that servers read as the path of a request target, as tokens. Each ends at the target's `?`. With
 /// a `#` before that, one text ends at the `#` and another includes it. Text after two leading slashes would be a host
@@ -37,8 +37,7 @@ pub(crate) fn raw_paths(
             texts.extend(rewrite(&texts[at]));
         }
     }
-    let as_tokens = |text: Vec<u8>| text.into_iter().map(|byte| (byte, 0)).collect();
-    let mut texts: Vec<Vec<PathByte>> = texts.into_iter().map(as_tokens).collect();
+    let mut texts: Vec<Vec<PathByte>> = texts.iter().map(|text| as_tokens(text)).collect();
     for at in 0..texts.len() {
         let Some(parameters) = texts[at].iter().position(|(byte, _)| *byte == b';') else { continue };
         budget.spend(texts[at].len())?;
