@@ -20,17 +20,17 @@ use crate::raw_paths::{raw_paths, without_parameters};
 /// copied, some 0.5 ns. It is enough for a path of 500 bytes in which clients repeat any one feature, and for a signed
 /// URL of 1,500 bytes that is escaped into a path. Paths whose escapes stand for plain text have two readings, whose
 /// work is in proportion to their length.
-const MAX_WORK: usize = 128 << 10;
+const MAX_WORK: usize = 112 << 10;
 /// The work that keys may take if a call has several actions or paths, each of which reads the request again.
 const MAX_KEY_WORK: usize = 32 << 10;
 /// The work of a reading besides that on its bytes.
-const READING_WORK: usize = 32;
+const READING_WORK: usize = 100;
 /// The work on a byte that is looked at by itself, besides that on each byte.
 const STEP_WORK: usize = 13;
 /// The work of folding a byte of letters beyond ASCII.
-const FOLDING_WORK: usize = 8;
+const FOLDING_WORK: usize = 16;
 /// The work on each byte of a reading that is made a key.
-const KEY_WORK: usize = 4;
+const KEY_WORK: usize = 3;
 /// The budget of readings that are matched, and the work on each byte of one.
 pub(crate) const MATCHING: (WorkBudget, usize) = (WorkBudget(MAX_WORK), 1);
 
@@ -43,6 +43,8 @@ struct PathFeatures {
     /// The numbers of layers of escapes from which the dots of possible dot segments come, as bits.
     dot_layers: u8,
     has_empty_segments: bool,
+    /// True if there are empty segments also where escaped slashes and backslashes are data.
+    has_plain_empty_segments: bool,
     /// The numbers of layers of escapes from which semicolons come, as bits.
     semicolon_layers: u8,
     /// True if a separator of segments follows a semicolon.
@@ -60,6 +62,8 @@ impl PathFeatures {
             Some((b'/' | b'\\', _)) => quirks.encoded_slash,
             _ => false,
         };
+        let may_vanish =
+            |byte: u8| matches!(byte, b';' | b'\t' | b'\n' | b'\r') || quirks.windows && matches!(byte, b'.' | b' ');
         let mut begins = true;
         for (at, &(byte, from)) in tokens.iter().enumerate() {
             if is_data(byte) {
@@ -84,7 +88,9 @@ impl PathFeatures {
                 _ => {}
             }
             if separates(Some(&(byte, from))) {
-                found.has_empty_segments |= next.is_some_and(|next| next.0 == b';' || separates(Some(next)));
+                found.has_empty_segments |= next.is_some_and(|next| may_vanish(next.0) || separates(Some(next)));
+                found.has_plain_empty_segments |=
+                    (byte, from) == (b'/', 0) && next.is_some_and(|next| may_vanish(next.0) || *next == (b'/', 0));
                 found.continues_after_semicolon |= found.semicolon_layers != 0;
             }
             let may_end =
@@ -346,12 +352,13 @@ impl PathFeatures {
             bits(self.semicolon_layers).flat_map(|most| cut.clone().map(move |(parameters, _)| (parameters, most)));
         let parameters = std::iter::once((P::Kept, 0)).chain(cut);
         for dots in bits(self.dot_layers).map(Some).chain([None]) {
-            let slashes: &[S] = match (self.has_empty_segments, dots) {
-                (false, _) => &[S::Merged],
-                (true, None) => &[S::Merged, S::Kept],
-                (true, Some(_)) => &[S::Merged, S::Kept, S::MergedLast],
-            };
             for separators in separators.clone() {
+                let has_empty = if separators == 0 { self.has_plain_empty_segments } else { self.has_empty_segments };
+                let slashes: &[S] = match (has_empty, dots) {
+                    (false, _) => &[S::Merged],
+                    (true, None) => &[S::Merged, S::Kept],
+                    (true, Some(_)) => &[S::Merged, S::Kept, S::MergedLast],
+                };
                 for (slashes, (parameters, semicolons)) in
                     slashes.iter().flat_map(|one| parameters.clone().map(move |other| (*one, other)))
                 {
@@ -393,16 +400,20 @@ pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Vec
     }
     let coarsest = Reading::coarsest(quirks);
     let mut forms: ArrayVec<Vec<u8>, MAX_KEYS> = ArrayVec::new();
+    let (mut once, mut twice, mut form) = (Vec::new(), Vec::new(), Vec::new());
     each_reading(target, quirks, (budget, KEY_WORK), &mut |path| {
         let end = path.iter().position(|byte| matches!(byte, b'?' | b'#')).unwrap_or(path.len());
-        let (mut once, mut twice, mut form) =
-            (Vec::with_capacity(end), Vec::with_capacity(end), Vec::with_capacity(end));
+        once.clear();
         decode_layer(&as_tokens(&path[..end]), |_| true, &mut once);
+        twice.clear();
         decode_layer(&once, |_| true, &mut twice);
+        form.clear();
         write_reading(&twice, &coarsest, &mut form);
-        let form = fold_case(&form, quirks).unwrap_or(form);
+        if let Some(folded) = fold_case(&form, quirks) {
+            form = folded;
+        }
         if !forms.contains(&form) {
-            forms.try_push(form).map_err(|_| PathError::TooMany)?;
+            forms.try_push(form.clone()).map_err(|_| PathError::TooMany)?;
         }
         Ok(())
     })?;
