@@ -259,7 +259,7 @@ impl Body for Upload {
         watch.body.waits_on_client.set(polled.is_pending());
         match polled {
             Poll::Pending => Poll::Pending,
-            Poll::Ready(Some(Ok(frame))) if frame.is_trailers() && watch.has_ambiguous_trailers() => {
+            Poll::Ready(Some(Ok(frame))) if frame.is_trailers() && watch.is_ambiguous() => {
                 watch.body.is_broken.set(true);
                 Poll::Ready(Some(Err(UploadError::AmbiguousTrailers)))
             }

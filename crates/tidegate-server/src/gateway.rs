@@ -153,12 +153,11 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
 
     fn call(&self, mut request: Request<Incoming>) -> ResponseFuture {
         let watch = &self.context.watch;
-        let number = watch.count_request();
         // The call has a deadline of its own, and may be queued for longer than the idle timeout of connections.
         watch.enter(ConnectionPhase::Deciding);
         let origin = CallerOrigin::from_headers(request.headers());
         let traceparent = trace_parent(request.headers()).map(str::to_owned);
-        let (mount, options) = match self.gateway.prepare_request(&mut request, number, &self.context) {
+        let (mount, options) = match self.gateway.prepare_request(&mut request, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => {
                 let response = discard_body(watch, request.into_body(), false, refusal);
@@ -239,10 +238,9 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     fn prepare_request(
         &self,
         request: &mut Request<Incoming>,
-        number: u32,
         client: &ConnectionContext,
     ) -> Result<(&Mount<S, C>, CallOptions), Response<ResponseBody>> {
-        if let Err(invalid) = validate_request(request, number, &client.watch) {
+        if let Err(invalid) = validate_request(request) {
             let ip = Some(canonical_ip(client.address.ip()));
             let query = Query { ip, path: Some(request.uri().path()), ..Query::default() };
             self.refusals.log_invalid_request(self.now(), invalid, &query, &client.watch.access);

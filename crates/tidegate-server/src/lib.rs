@@ -528,8 +528,10 @@ fn open_http<T: ListenerState>(
     refusals: &Arc<RefusalLog>,
 ) -> Result<Option<Opened<T>>, ServeError> {
     open(listener, config, state, access_log, refusals, |cell| {
-        let log = Arc::clone(access_log);
-        HttpHandler(Arc::new(move |client| CurrentService::new(listener, Arc::clone(&cell), Arc::clone(&log), client)))
+        let (log, refusals) = (Arc::clone(access_log), Arc::clone(refusals));
+        HttpHandler(Arc::new(move |client| {
+            CurrentService::new(listener, Arc::clone(&cell), Arc::clone(&log), Arc::clone(&refusals), client)
+        }))
     })
 }
 

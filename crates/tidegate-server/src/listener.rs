@@ -56,7 +56,7 @@ pub(crate) struct ListenerConfig {
     pub(crate) timeouts: InboundTimeouts,
     /// The minimum bytes per second of a request's body, if there is such a limit.
     pub(crate) body_rate: Option<u64>,
-    /// True if requests are forwarded, so that their framing must be unambiguous.
+    /// True if requests are forwarded. Then none that has begun is displaced.
     pub(crate) forwards: bool,
     /// The bytes before HTTP.
     pub(crate) preface: Preface,
@@ -327,7 +327,7 @@ impl<S: ConnectionService> ConnectionHandler for HttpHandler<S> {
     ) -> impl Future<Output = ()> + Send + 'static {
         let entry = Arc::new(entry);
         let service = self.0(ConnectionContext { address, tls, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
-        let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), starter.config.forwards));
+        let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch)));
         let (rejections, ip) = (Arc::clone(&starter.rejections), canonical_ip(address.ip()));
         let http = starter.http.serve_connection(io, service).with_upgrades();
         ClientConnection::new(http, watch, entry, rejections, ip)

@@ -6,7 +6,6 @@ use std::future::poll_fn;
 use std::net::IpAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -144,8 +143,7 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
 
     fn call(&self, mut request: Request<Incoming>) -> ResponseFuture {
         let connection = &self.connection;
-        let number = connection.watch.count_request();
-        if let Err(error) = validate_request(&request, number, &connection.watch) {
+        if let Err(error) = validate_request(&request) {
             let (proxy, query) = (&connection.proxy, connection.query(&request));
             let now = proxy.gate.clock().now();
             proxy.refusals.log_invalid_request(now, error, &query, &connection.watch.access);
@@ -504,17 +502,10 @@ fn copy_head(request: &Request<Upload>) -> Request<Upload> {
 }
 
 /// Checks that a request can be forwarded and that two servers read it the same way.
-pub(crate) fn validate_request(
-    request: &Request<Incoming>,
-    number: u32,
-    watch: &ConnectionWatch,
-) -> Result<(), HttpError> {
+pub(crate) fn validate_request(request: &Request<Incoming>) -> Result<(), HttpError> {
     let headers = request.headers();
     if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
         return Err(HttpError::MethodNotAllowed);
-    }
-    if watch.head.first_ambiguous.load(Relaxed) == number {
-        return Err(HttpError::AmbiguousFraming);
     }
     let (mut host, mut coding) = (None, None);
     // One pass over all headers costs less than a lookup of each.

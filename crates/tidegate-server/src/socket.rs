@@ -18,16 +18,15 @@ use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 #[derive(Debug)]
 pub(crate) struct ClientSocket {
     stream: ClientStream,
-    /// Present if requests are forwarded to a server that might read their framing differently.
-    framing_tracker: Option<FramingTracker>,
+    framing_tracker: FramingTracker,
     /// The status of the HTTP library's error response to an unreadable head.
     parse_error_status: Option<StatusCode>,
     watch: Arc<ConnectionWatch>,
 }
 
 impl ClientSocket {
-    pub(crate) fn new(stream: ClientStream, watch: Arc<ConnectionWatch>, tracks_framing: bool) -> Self {
-        Self { stream, framing_tracker: tracks_framing.then(FramingTracker::new), parse_error_status: None, watch }
+    pub(crate) fn new(stream: ClientStream, watch: Arc<ConnectionWatch>) -> Self {
+        Self { stream, framing_tracker: FramingTracker::new(), parse_error_status: None, watch }
     }
 
     /// Returns the stream, and the status of the HTTP library's error response, which the client hasn't received yet.
@@ -85,11 +84,10 @@ impl AsyncRead for ClientSocket {
             match this.watch.phase() {
                 ConnectionPhase::Tunnel => this.watch.touch(),
                 phase => {
-                    if let Some(framing) = &mut this.framing_tracker {
-                        framing.feed(bytes);
-                        if framing.first_ambiguous_head != 0 {
-                            this.watch.head.first_ambiguous.store(framing.first_ambiguous_head, Relaxed);
-                        }
+                    let framing = &mut this.framing_tracker;
+                    framing.feed(bytes);
+                    if framing.first_ambiguous_head != 0 {
+                        this.watch.head.first_ambiguous.store(framing.first_ambiguous_head, Relaxed);
                     }
                     match phase {
                         // The whole head must arrive within its timeout, however slowly its bytes come.

@@ -1,19 +1,26 @@
 //! The state that the connections of a listener share, until another policy replaces it.
 
 use std::cell::{Cell, RefCell};
+use std::convert::Infallible;
+use std::future::{Ready, ready};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use http::Request;
+use futures_util::future::Either;
+use http::header::HOST;
+use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::service::Service;
 use parking_lot::RwLock;
-use tidegate::policy::canonical_ip;
+use tidegate::policy::{Query, canonical_ip};
 
 use crate::access_log::{AccessLog, LoggedResponseFuture};
+use crate::body::ResponseBody;
 use crate::connection::ConnectionService;
 use crate::listener::ConnectionContext;
+use crate::local_response::{HttpError, discard_body, finish_response};
+use crate::refusal_log::RefusalLog;
 
 /// A state that can be replaced while it is in use.
 pub(crate) struct StateCell<T> {
@@ -56,6 +63,7 @@ pub(crate) struct CurrentService<T: ListenerState> {
     listener: &'static str,
     cell: Arc<StateCell<T>>,
     access_log: Arc<AccessLog>,
+    refusals: Arc<RefusalLog>,
     client: Arc<ConnectionContext>,
     version: Cell<usize>,
     service: RefCell<T::Service>,
@@ -66,13 +74,15 @@ impl<T: ListenerState> CurrentService<T> {
         listener: &'static str,
         cell: Arc<StateCell<T>>,
         access_log: Arc<AccessLog>,
+        refusals: Arc<RefusalLog>,
         client: ConnectionContext,
     ) -> Self {
         let client = Arc::new(client);
         // Read before the state: a replacement in between is then noticed at the next request.
         let version = cell.version.load(Ordering::Acquire);
         let service = cell.load().connection_service(Arc::clone(&client));
-        Self { listener, cell, access_log, client, version: Cell::new(version), service: RefCell::new(service) }
+        let (version, service) = (Cell::new(version), RefCell::new(service));
+        Self { listener, cell, access_log, refusals, client, version, service }
     }
 
     #[cold]
@@ -80,12 +90,27 @@ impl<T: ListenerState> CurrentService<T> {
         self.version.set(version);
         *self.service.borrow_mut() = self.cell.load().connection_service(Arc::clone(&self.client));
     }
+
+    /// Refuses a request that a server in front, or behind, may read in another way.
+    #[cold]
+    fn refuse_ambiguous(&self, request: Request<Incoming>) -> Response<ResponseBody> {
+        let (watch, why) = (&self.client.watch, HttpError::AmbiguousFraming);
+        let ip = Some(self.cell.load().client_ip(self.client.address.ip(), &request));
+        let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
+        let (method, path) = (Some(request.method().as_str()), Some(request.uri().path()));
+        let query = Query { ip, method, path, host, ..Query::default() };
+        self.refusals.log_invalid_request(self.access_log.now(), why, &query, &watch.access);
+        finish_response(watch, discard_body(watch, request.into_body(), true, why.response()))
+    }
 }
 
+/// The response of a listener's service, or a refusal that comes before it.
+type AnyFuture<F> = Either<Ready<Result<Response<ResponseBody>, Infallible>>, F>;
+
 impl<T: ListenerState> Service<Request<Incoming>> for CurrentService<T> {
-    type Response = <T::Service as Service<Request<Incoming>>>::Response;
-    type Error = <T::Service as Service<Request<Incoming>>>::Error;
-    type Future = LoggedResponseFuture<<T::Service as Service<Request<Incoming>>>::Future>;
+    type Response = Response<ResponseBody>;
+    type Error = Infallible;
+    type Future = LoggedResponseFuture<AnyFuture<<T::Service as Service<Request<Incoming>>>::Future>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let version = self.cell.version.load(Ordering::Acquire);
@@ -94,7 +119,10 @@ impl<T: ListenerState> Service<Request<Incoming>> for CurrentService<T> {
         }
         let ConnectionContext { address, watch, .. } = &*self.client;
         let client_ip = |request: &Request<Incoming>| self.cell.load().client_ip(address.ip(), request);
-        self.access_log
-            .log_response(self.listener, watch, request, client_ip, |request| self.service.borrow().call(request))
+        watch.count_request();
+        self.access_log.log_response(self.listener, watch, request, client_ip, |request| match watch.is_ambiguous() {
+            true => Either::Left(ready(Ok(self.refuse_ambiguous(request)))),
+            false => Either::Right(self.service.borrow().call(request)),
+        })
     }
 }

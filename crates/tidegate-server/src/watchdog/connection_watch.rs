@@ -302,16 +302,14 @@ impl ConnectionWatch {
         self.phase_and_reason.load(Relaxed) > PHASE_MASK || self.is_aborted()
     }
 
-    /// Counts a request and returns its number on this connection, from 1.
-    pub(crate) fn count_request(&self) -> u32 {
+    /// Counts a request of this connection.
+    pub(crate) fn count_request(&self) {
         self.finish_head();
-        let number = self.head.request_count.load(Relaxed).wrapping_add(1);
-        self.head.request_count.store(number, Relaxed);
-        number
+        self.head.request_count.store(self.head.request_count.load(Relaxed).wrapping_add(1), Relaxed);
     }
 
-    /// True if servers may read the trailers of the current request in different ways.
-    pub(crate) fn has_ambiguous_trailers(&self) -> bool {
+    /// True if servers may read the current request, or the end of one before it, in different ways.
+    pub(crate) fn is_ambiguous(&self) -> bool {
         (1..=self.head.request_count.load(Relaxed)).contains(&self.head.first_ambiguous.load(Relaxed))
     }
 

@@ -102,6 +102,9 @@ impl BodyCollector {
                 self.buffer.extend_from_slice(&data);
             }
         }
+        if watch.is_ambiguous() {
+            return Poll::Ready(Err(StatusCode::BAD_REQUEST));
+        }
         let collected =
             if self.buffer.is_empty() { mem::take(&mut self.first_chunk) } else { mem::take(&mut self.buffer).into() };
         Poll::Ready(Ok(collected))

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::authority::Authority;
-use crate::common::{Echo, HELLO, Peer, Running, header, json, start, status};
+use crate::common::{Echo, HELLO, Peer, Running, header, json, nobody, start, status};
 
 /// The bytes of a request, and the status of the response.
 const REFUSED: &[(&str, &str, u16)] = &[
@@ -242,6 +242,36 @@ async fn lines_without_cr_are_refused_however_they_arrive() {
     let seen = upstream.seen();
     assert!(seen.iter().all(|request| request.starts_with("POST / ")), "only bodies that break later: {seen:#?}");
     assert!(!seen.iter().any(|request| request.ends_with("0\r\n\r\n") || request.contains("x-a")), "{seen:#?}");
+}
+
+/// A front server may read the same bytes before it asks the decision API.
+#[tokio::test]
+async fn the_other_listeners_refuse_ambiguous_requests() {
+    let gate = start(nobody(), "").await;
+    let heads = REFUSED.iter().filter(|(what, bytes, _)| {
+        what.starts_with("both") || what.contains("LF") && !bytes.contains("Transfer-Encoding")
+    });
+    for (what, bytes, expected) in heads {
+        for address in [gate.api, gate.admin] {
+            let mut client = Peer::connect(address).await;
+            client.send(format!("{bytes}{SMUGGLED}")).await;
+            let answer = client.message().await;
+            assert_eq!(status(&answer), *expected, "{what}: {answer}");
+            assert!(answer.contains("LF alone") && client.ends().await, "{what}: {answer}");
+        }
+    }
+    let question = "{\"action\":\"login\",\"ip\":\"192.0.2.7\"}";
+    let chunk = format!("Transfer-Encoding: chunked\r\n\r\n{:x}\r\n{question}\r\n0\r\n", question.len());
+    for path in ["/v1/check", "/other"] {
+        let mut client = Peer::connect(gate.api).await;
+        client.send(format!("POST {path} HTTP/1.1\r\nHost: a\r\n{chunk}")).await;
+        // This one is answered without its body, and then the next request begins in an uncertain place.
+        assert!(path == "/v1/check" || status(&client.message().await) == 404);
+        client.send(format!("X-A: b\nX-B: c\r\n\r\n{SMUGGLED}")).await;
+        let answer = client.try_message().await;
+        assert!(answer.as_deref().map_or(path == "/other", |answer| status(answer) == 400), "{path}: {answer:?}");
+        assert!(client.ends().await, "{path}");
+    }
 }
 
 #[tokio::test]
