@@ -233,10 +233,15 @@ impl<S: Store, C: Clock> Connection<S, C> {
             }
             Pin::new(&mut *stream).poll_flush(cx).map(|flushed| flushed.is_ok())
         });
-        let is_sent = watch.until_phase_ends(write).await.unwrap_or(false);
+        let is_sent = watch.until_phase_ends(write).await;
+        if is_sent.is_none() && watch.is_ended_for(EndReason::Timeout) {
+            // The client gets no error, because there is no room for one.
+            let why = "a client of the Redis protocol reads no replies: it may write a whole pipeline first";
+            self.rejections.refusals.log_failure(self.rejections.access_log.now(), &why);
+        }
         watch.response.is_unread.set(false);
         self.output = Vec::new();
-        is_sent
+        is_sent.unwrap_or(false)
     }
 }
 

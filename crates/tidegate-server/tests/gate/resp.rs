@@ -9,7 +9,7 @@ use tidegate_testkit::servers::free_port;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use crate::common::{PATIENCE, Running, json as parsed, nobody, once, policy, post, start, status, try_start};
+use crate::common::{PATIENCE, Running, capture, json as parsed, nobody, once, policy, post, start, status, try_start};
 
 const FILE: &str = r#"
     [inbound.action.login]
@@ -301,6 +301,17 @@ async fn long_pipelines_are_answered_in_order() {
     writing.await.unwrap();
     let expected: String = requests.iter().map(|[_, text]| format!("$100\r\n{text}\r\n")).collect();
     assert!(received == expected + "+OK\r\n", "{} bytes", received.len());
+}
+
+#[tokio::test]
+async fn clients_that_read_no_replies_are_disconnected() {
+    let (lines, _guard) = capture("json");
+    let (_gate, address) = serve("[inbound]\ntimeouts = { body = \"1s\" }\n").await;
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let pipeline = request(&["ECHO", &"x".repeat(1000)]).repeat(20_000);
+    let written = tokio::time::timeout(PATIENCE, stream.write_all(&pipeline)).await.expect("an end in time");
+    assert!(written.is_err());
+    assert!(lines.text().contains("reads no replies"), "{}", lines.text());
 }
 
 #[tokio::test]
