@@ -145,6 +145,10 @@ impl CandidateState {
     }
 }
 
+/// The ticks without progress after which a stream waits for its client. They are at least one whole tick: any stream may be
+/// between two pieces of its body.
+const STALLED_TICKS: u32 = 2;
+
 /// True if a stream in this phase waits for its client.
 pub(crate) fn awaits_client(phase: ConnectionPhase) -> bool {
     use ConnectionPhase::{Download, Idle, Linger, Upload};
@@ -158,7 +162,8 @@ pub(crate) fn displace_streams(streams: &Slab<OpenStream>, newcomer: &Arc<Connec
     let mut waiting: HashMap<*const ConnectionWatch, Vec<(&OpenStream, ConnectionPhase)>> = HashMap::new();
     for (_, stream) in streams {
         let phase = stream.watch.phase();
-        if awaits_client(phase) && !stream.watch.must_end_phase() {
+        let is_stalled = awaits_client(phase) && stream.watch.ticks_in(phase) >= STALLED_TICKS;
+        if is_stalled && !stream.watch.must_end_phase() {
             waiting.entry(Arc::as_ptr(&stream.connection)).or_default().push((stream, phase));
         }
     }

@@ -25,6 +25,7 @@ use pin_project_lite::pin_project;
 use tidegate_policy::is_same_host;
 
 use self::frames::{COUNTED_PIECE, FrameCountingStream};
+pub(crate) use self::frames::{FrameContent, FrameParser, PREFACE_BYTES};
 use crate::body::{BoxError, ResponseBody};
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::ConnectionService;

@@ -348,7 +348,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
             builder.max_header_list_size(MAX_HEAD_BYTES as u32);
             let (sender, mut connection) =
-                builder.handshake(TokioIo::new(stream)).await.map_err(UpstreamError::Unsent)?;
+                builder.handshake(TokioIo::new(ReplyStream::new(stream))).await.map_err(UpstreamError::Unsent)?;
             let stream = self.http2.add(sender);
             let usage = Arc::clone(&stream.usage);
             // The library tells the server's maximum only here, and polls this with each request.

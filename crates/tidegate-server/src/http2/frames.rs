@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::Streams;
+use super::{MAX_PIECE, MAX_STREAMS, Streams};
 use crate::stream::ClientStream;
 
 /// The most frames beyond requests and data that a client may send at once: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, and
@@ -19,14 +19,16 @@ const MAX_CONTROL_FRAMES: u32 = 1000;
 /// The further ones that each request allows. Browsers send a priority and a window beside it.
 const CONTROL_FRAMES_PER_REQUEST: u32 = 8;
 /// The further ones that each piece of a response allows. Some clients update two windows for each, and send a PING.
-/// Larger pieces count as several, as clients with small windows read them.
+/// Larger pieces count as several, as clients with small windows read them. Smaller windows than that may be too slow.
 const CONTROL_FRAMES_PER_PIECE: usize = 4;
-pub(super) const COUNTED_PIECE: usize = 1 << 10;
+pub(super) const COUNTED_PIECE: usize = 64;
+/// The most pieces whose frames may still come: those of all streams that the client reads at the same time.
+const MAX_UNREAD_PIECES: usize = MAX_STREAMS as usize * MAX_PIECE / COUNTED_PIECE;
 /// The further ones of each second, so that a connection with a slow stream may send PINGs for as long as it likes.
 const CONTROL_FRAMES_PER_SECOND: u32 = 10;
 
 /// The bytes with which a client begins (RFC 9113 §3.4).
-const PREFACE_BYTES: usize = 24;
+pub(crate) const PREFACE_BYTES: usize = 24;
 const FRAME_HEAD_BYTES: usize = 9;
 
 const DATA: u8 = 0;
@@ -49,17 +51,19 @@ pub(super) struct FrameCountingStream {
 
 /// The content of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FrameContent {
-    /// The head of a request.
-    Request,
+pub(crate) enum FrameContent {
+    /// The head of a request or a reply, or trailers.
+    Head {
+        is_last: bool,
+    },
     Data,
     /// Neither.
     Control,
 }
 
-/// Finds the frames in the bytes of a client, by their heads.
+/// Finds the frames in the bytes of a client or a server, by their heads.
 #[derive(Debug)]
-struct FrameParser {
+pub(crate) struct FrameParser {
     /// The bytes before the next frame.
     skipped: usize,
     /// The beginning of a frame: its head, and the length of its padding.
@@ -68,12 +72,13 @@ struct FrameParser {
 }
 
 impl FrameParser {
-    fn new() -> Self {
-        Self { skipped: PREFACE_BYTES, head: [0; FRAME_HEAD_BYTES + 1], count: 0 }
+    /// A parser of the frames behind a preface with this number of bytes.
+    pub(crate) fn new(preface: usize) -> Self {
+        Self { skipped: preface, head: [0; FRAME_HEAD_BYTES + 1], count: 0 }
     }
 
     /// Processes the next bytes, and returns the content of a frame whose beginning is whole, and the bytes behind it.
-    fn next<'b>(&mut self, mut bytes: &'b [u8]) -> Option<(FrameContent, &'b [u8])> {
+    pub(crate) fn next<'b>(&mut self, mut bytes: &'b [u8]) -> Option<(FrameContent, &'b [u8])> {
         while !bytes.is_empty() {
             if self.skipped > 0 {
                 let step = self.skipped.min(bytes.len());
@@ -108,10 +113,9 @@ impl FrameParser {
 
     fn content(&self) -> FrameContent {
         let padding = if self.count > FRAME_HEAD_BYTES { 1 + usize::from(self.head[FRAME_HEAD_BYTES]) } else { 0 };
-        let is_last = self.head[4] & END_STREAM != 0;
         match self.head[3] {
-            DATA if is_last || self.payload_length() > padding => FrameContent::Data,
-            HEADERS => FrameContent::Request,
+            DATA if self.payload_length() > padding => FrameContent::Data,
+            HEADERS => FrameContent::Head { is_last: self.head[4] & END_STREAM != 0 },
             _ => FrameContent::Control,
         }
     }
@@ -120,7 +124,14 @@ impl FrameParser {
 impl FrameCountingStream {
     pub(super) fn new(stream: ClientStream, streams: Arc<Streams>) -> Self {
         let refilled = streams.client.watch.watchdog.current_tick();
-        Self { stream, streams, parser: FrameParser::new(), allowed: MAX_CONTROL_FRAMES, refilled, pieces: 0 }
+        Self {
+            stream,
+            streams,
+            parser: FrameParser::new(PREFACE_BYTES),
+            allowed: MAX_CONTROL_FRAMES,
+            refilled,
+            pieces: 0,
+        }
     }
 
     fn count_frames(&mut self, mut bytes: &[u8]) {
@@ -128,7 +139,7 @@ impl FrameCountingStream {
             bytes = rest;
             match content {
                 FrameContent::Data => {}
-                FrameContent::Request => self.allow(CONTROL_FRAMES_PER_REQUEST),
+                FrameContent::Head { .. } => self.allow(CONTROL_FRAMES_PER_REQUEST),
                 FrameContent::Control => self.count_control_frame(),
             }
         }
@@ -157,9 +168,11 @@ impl FrameCountingStream {
             self.allow(CONTROL_FRAMES_PER_SECOND.saturating_mul(seconds));
         }
         let pieces = self.streams.pieces.load(Relaxed);
-        let more = pieces.wrapping_sub(self.pieces).saturating_mul(CONTROL_FRAMES_PER_PIECE);
-        self.pieces = pieces;
-        self.allow(u32::try_from(more).unwrap_or(u32::MAX));
+        // A piece counts as soon as it is queued, and the client may still be about to read it in small steps.
+        let unread = pieces.wrapping_sub(self.pieces);
+        let used = unread.min(MAX_CONTROL_FRAMES as usize / CONTROL_FRAMES_PER_PIECE);
+        self.pieces = pieces.wrapping_sub((unread - used).min(MAX_UNREAD_PIECES));
+        self.allow((used * CONTROL_FRAMES_PER_PIECE) as u32);
     }
 }
 
@@ -234,13 +247,13 @@ mod tests {
                     _ => 0,
                 };
                 expected.push(match *kind {
-                    HEADERS => FrameContent::Request,
-                    DATA if flags & END_STREAM != 0 || payload.len() > padding => FrameContent::Data,
+                    HEADERS => FrameContent::Head { is_last: flags & END_STREAM != 0 },
+                    DATA if payload.len() > padding => FrameContent::Data,
                     _ => FrameContent::Control,
                 });
             }
-            prop_assert_eq!(&contents(&mut FrameParser::new(), &bytes), &expected);
-            let mut parser = FrameParser::new();
+            prop_assert_eq!(&contents(&mut FrameParser::new(PREFACE_BYTES), &bytes), &expected);
+            let mut parser = FrameParser::new(PREFACE_BYTES);
             let pieces: Vec<_> = bytes.chunks(size).flat_map(|piece| contents(&mut parser, piece)).collect();
             prop_assert_eq!(&pieces, &expected);
         }

@@ -20,7 +20,7 @@ use super::http1_pool::AGE_STEPS;
 /// The interval of pings on a connection in use, and the time to answer one.
 pub(crate) const PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 /// The most requests on one connection at a time, unless the server takes fewer. It should accept as many (RFC 9113 §6.5.2).
-const MAX_STREAMS: usize = 100;
+pub(super) const MAX_STREAMS: usize = 100;
 /// The bytes of a response that the server may send before its client has read them. All responses of a connection fit
 /// in its window, so that slow readers don't hold up the others.
 pub(crate) const STREAM_WINDOW: u32 = 128 << 10;

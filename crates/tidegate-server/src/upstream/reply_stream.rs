@@ -1,7 +1,7 @@
-//! The stream of a server's replies over HTTP/1.1, with a bound on informational ones.
+//! The stream of a server's replies, with a bound on informational ones.
 //!
-//! *Why here:* the library reads past informational replies without a bound. It can report each to a function, but that
-//! would cost every request an allocation.
+//! *Why here:* the library reads past informational replies without a bound. Over HTTP/1.1 it can report each to a function, but
+//! that would cost every request an allocation.
 
 use std::io;
 use std::pin::Pin;
@@ -10,6 +10,9 @@ use std::task::{Context, Poll, ready};
 use hyper_util::client::legacy::connect::{Connected, Connection};
 use memchr::memchr;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::http2_pool::MAX_STREAMS;
+use crate::http2::{FrameContent, FrameParser, PREFACE_BYTES, PREFACE_START};
 
 /// The most informational replies (1xx) to a request. One more ends the connection. Usual servers send one or two.
 const MAX_INFORMATIONAL_REPLIES: u32 = 32;
@@ -20,6 +23,8 @@ const SWITCHING_PROTOCOLS: &[u8] = b"101";
 /// A stream whose informational replies are counted.
 pub(crate) struct ReplyStream<T> {
     stream: T,
+    has_sent: bool,
+    http2: Option<Box<Http2Heads>>,
     place: Place,
     /// The last bytes of [`INFORMATIONAL`], as they were received.
     status: [u8; 3],
@@ -40,12 +45,49 @@ enum Place {
     Switched,
 }
 
-impl<T> ReplyStream<T> {
-    pub(crate) fn new(stream: T) -> Self {
-        Self { stream, place: Place::Start(0), status: [0; 3], count: 0 }
+/// The heads on a connection of HTTP/2. They are counted together, because their replies come in any order.
+struct Http2Heads {
+    sent: FrameParser,
+    received: FrameParser,
+    /// The heads that may still come, beside the trailers.
+    allowed: u32,
+}
+
+impl Http2Heads {
+    fn note_sent(&mut self, mut bytes: &[u8]) {
+        const PER_REQUEST: u32 = MAX_INFORMATIONAL_REPLIES + 1;
+        while let Some((content, rest)) = self.sent.next(bytes) {
+            bytes = rest;
+            if matches!(content, FrameContent::Head { .. }) {
+                self.allowed = (self.allowed + PER_REQUEST).min(MAX_STREAMS as u32 * PER_REQUEST);
+            }
+        }
     }
 
     fn count_replies(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while let Some((content, rest)) = self.received.next(bytes) {
+            bytes = rest;
+            if content == (FrameContent::Head { is_last: false }) {
+                self.allowed = self.allowed.checked_sub(1).ok_or_else(too_many_replies)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn too_many_replies() -> io::Error {
+    io::Error::other(format!("it sent more than {MAX_INFORMATIONAL_REPLIES} informational replies"))
+}
+
+impl<T> ReplyStream<T> {
+    pub(crate) fn new(stream: T) -> Self {
+        Self { stream, has_sent: false, http2: None, place: Place::Start(0), status: [0; 3], count: 0 }
+    }
+
+    fn count_replies(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        if let Some(http2) = &mut self.http2 {
+            return http2.count_replies(bytes);
+        }
         while let [first, rest @ ..] = bytes {
             match self.place {
                 Place::Final | Place::Switched => return Ok(()),
@@ -88,17 +130,20 @@ impl<T> ReplyStream<T> {
         }
         self.place = Place::Informational { is_line_empty: false };
         self.count += 1;
-        if self.count > MAX_INFORMATIONAL_REPLIES {
-            let message = format!("it sent more than {MAX_INFORMATIONAL_REPLIES} informational replies");
-            return Err(io::Error::other(message));
-        }
-        Ok(())
+        if self.count > MAX_INFORMATIONAL_REPLIES { Err(too_many_replies()) } else { Ok(()) }
     }
 
-    /// Notes that bytes are sent. Behind a final reply, they are those of the next request.
-    fn note_sent(&mut self) {
-        if self.place == Place::Final {
-            (self.place, self.count) = (Place::Start(0), 0);
+    /// Notes bytes that were sent. Over HTTP/1.1, they are those of the next request if they come behind a final reply.
+    #[inline]
+    fn note_sent(&mut self, bytes: &[u8]) {
+        if !std::mem::replace(&mut self.has_sent, true) && bytes.starts_with(PREFACE_START) {
+            let (sent, received) = (FrameParser::new(PREFACE_BYTES), FrameParser::new(0));
+            self.http2 = Some(Box::new(Http2Heads { sent, received, allowed: 0 }));
+        }
+        match &mut self.http2 {
+            Some(http2) => http2.note_sent(bytes),
+            None if self.place == Place::Final => (self.place, self.count) = (Place::Start(0), 0),
+            None => {}
         }
     }
 }
@@ -115,8 +160,9 @@ impl<T: AsyncRead + Unpin> AsyncRead for ReplyStream<T> {
 impl<T: AsyncWrite + Unpin> AsyncWrite for ReplyStream<T> {
     #[inline]
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        self.note_sent();
-        Pin::new(&mut self.stream).poll_write(cx, buf)
+        let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
+        self.note_sent(&buf[..written]);
+        Poll::Ready(Ok(written))
     }
 
     #[inline]
@@ -125,8 +171,14 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for ReplyStream<T> {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.note_sent();
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?;
+        let mut left = written;
+        for buf in bufs {
+            let step = left.min(buf.len());
+            self.note_sent(&buf[..step]);
+            left -= step;
+        }
+        Poll::Ready(Ok(written))
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -184,11 +236,11 @@ mod tests {
     fn each_request_has_its_own_bound() {
         let mut stream = ReplyStream::new(());
         for _ in 0..9 {
-            stream.note_sent();
+            stream.note_sent(b"GET");
             let replies = "HTTP/1.1 103 x\r\n\r\n".repeat(32) + "HTTP/1.1 204 x\r\n\r\n";
             stream.count_replies(replies.as_bytes()).unwrap();
         }
-        stream.note_sent();
+        stream.note_sent(b"GET");
         assert!(stream.count_replies("HTTP/1.1 103 x\r\n\r\n".repeat(33).as_bytes()).is_err());
     }
 }

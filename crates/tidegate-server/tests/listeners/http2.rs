@@ -413,6 +413,35 @@ async fn a_server_that_takes_one_request_gets_more_connections() {
     assert_eq!(answered.expect("another connection").status(), 204);
 }
 
+/// Starts a server that sends the number of informational replies that the path says before each reply.
+async fn start_informing() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let mut connection = h2::server::handshake(listener.accept().await.unwrap().0).await.unwrap();
+            tokio::spawn(async move {
+                while let Some(Ok((request, mut respond))) = connection.accept().await {
+                    for _ in 0..request.uri().path()[1..].parse().unwrap() {
+                        respond.send_informational(Response::builder().status(103).body(()).unwrap()).unwrap();
+                    }
+                    respond.send_response(Response::builder().status(204).body(()).unwrap(), true).unwrap();
+                }
+            });
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn informational_replies_over_http2_have_a_bound() {
+    let upstream = format!("http://{}", start_informing().await);
+    let client = connect(start_before(&upstream, &format!("{ALWAYS}upstream_http2 = true\n")).await).await;
+    for (path, expected) in [("/34", 502), ("/32", 204), ("/0", 204), ("/32", 204), ("/200", 502), ("/1", 204)] {
+        assert_eq!(fetch(&client, request(path)).await.status(), expected, "{path}");
+    }
+}
+
 #[tokio::test]
 async fn an_upstream_without_http2_is_a_bad_gateway() {
     let authority = Authority::new();

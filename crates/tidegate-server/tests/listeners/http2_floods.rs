@@ -204,6 +204,18 @@ async fn frames_beyond_requests_and_data_end_the_connection() {
     assert!(flood(gate, client, head.chain((0..5_000).map(|_| frame(CONTINUATION, 0, 1, b"")))).await);
 }
 
+/// The library ignores what comes on a stream that the gate has reset.
+#[tokio::test]
+async fn empty_data_on_refused_streams_ends_the_connection() {
+    let limit = "[inbound.action.all]\nmatch = { path = \"/*\" }\nlimit = \"0 per 1h\"\n";
+    let gate = start(&format!("{ALWAYS}{limit}")).await;
+    let mut client = RawClient::connect(gate, &[]).await;
+    client.send(HEADERS, END_HEADERS, 1, POST).await.unwrap();
+    client.read_until(RST_STREAM).await.expect("the end of a refused upload");
+    assert!(flood(gate, client, std::iter::repeat_n(frame(DATA, END_STREAM, 1, &[]), 5_000)).await);
+    assert_eq!(rejections(gate, "http2").await, 1);
+}
+
 #[tokio::test]
 async fn a_usual_number_of_control_frames_is_served() {
     let gate = start(ALWAYS).await;
@@ -247,6 +259,39 @@ async fn each_piece_of_a_response_allows_updates_of_its_windows() {
         let data = client.read_until(DATA).await.unwrap_or_else(|| panic!("piece {index}"));
         assert_eq!(data.payload, b"x");
         client.0.write_all(&[update(0), update(1)].concat()).await.unwrap();
+    }
+    assert_eq!(rejections(gate, "http2").await, 0);
+}
+
+#[tokio::test]
+async fn downloads_through_small_windows_go_on() {
+    const BYTES: usize = 128 << 10;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let reply = format!("HTTP/1.1 200 OK\r\ncontent-length: {BYTES}\r\n\r\n{}", "x".repeat(BYTES));
+            tokio::spawn(async move {
+                while stream.read(&mut [0; 999]).await.is_ok_and(|count| count > 0)
+                    && stream.write_all(reply.as_bytes()).await.is_ok()
+                {}
+            });
+        }
+    });
+    let gate = start_before(&upstream, ALWAYS).await;
+    for window in [64, 255] {
+        let mut client = RawClient::connect(gate, &[(4, window)]).await;
+        client.get(1).await;
+        client.get(3).await;
+        let mut left = 2 * BYTES;
+        while left > 0 {
+            let data = client.read_until(DATA).await.unwrap_or_else(|| panic!("{left} bytes left of {window}"));
+            left -= data.payload.len();
+            let step = u32::try_from(data.payload.len()).unwrap().to_be_bytes();
+            let updates = [0, data.stream].map(|stream| frame(WINDOW_UPDATE, 0, stream, &step));
+            client.0.write_all(&updates[..if step == [0; 4] { 0 } else { 2 }].concat()).await.unwrap();
+        }
     }
     assert_eq!(rejections(gate, "http2").await, 0);
 }
@@ -320,22 +365,28 @@ async fn a_slow_upload_ends_alone() {
 #[tokio::test]
 async fn unread_responses_give_up_their_places() {
     let gate = start(&format!("{ALWAYS}caps = {{ connections = 8 }}\n")).await;
-    // Its windows have no room for a response.
-    let mut hoarder = RawClient::connect(gate, &[(4, 0)]).await;
-    for stream in 0..8 {
-        hoarder.get(2 * stream + 1).await;
-    }
-    for _ in 0..8 {
-        hoarder.read_until(HEADERS).await.unwrap();
-    }
-    for stream in [1, 3, 5] {
+    let is_served = async |stream| {
         let mut client = RawClient::connect(gate, &[]).await;
         client.get(stream).await;
-        let head = client.read_until(HEADERS).await.unwrap();
-        assert_eq!((head.stream, head.payload[0]), (stream, 0x88), "200");
+        client.read_until(HEADERS).await.unwrap().payload[0] == 0x88
+    };
+    // Its windows have no room for a response, or for one byte, and then the whole response is queued.
+    for window in [0, 1] {
+        let mut hoarder = RawClient::connect(gate, &[(4, window)]).await;
+        for stream in 0..8 {
+            hoarder.get(2 * stream + 1).await;
+        }
+        for _ in 0..8 {
+            hoarder.read_until(HEADERS).await.unwrap();
+        }
+        assert!(!is_served(1).await, "a client may be about to read what has just begun");
+        until("the places of the unread", async || is_served(1).await).await;
+        assert!(is_served(3).await && is_served(5).await);
+        match window {
+            0 => assert!(hoarder.read_until(RST_STREAM).await.is_some(), "the oldest streams are reset"),
+            _ => assert!(hoarder.ends_within(20).await, "only its end takes back what is queued"),
+        }
     }
-    assert_eq!(rejections(gate, "streams").await, 0);
-    hoarder.read_until(RST_STREAM).await.expect("the oldest streams are reset");
 }
 
 #[tokio::test]
