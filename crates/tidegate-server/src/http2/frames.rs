@@ -1,6 +1,8 @@
-//! The stream of an HTTP/2 connection, with a bound on the frames that are neither requests nor data.
+//! The stream of an HTTP/2 connection, with a bound on the frames that are neither requests nor data, and with small pieces of
+//! data joined.
 //!
-//! *Why here:* the library answers or ignores such frames by itself, and doesn't report them.
+//! *Why here:* the library answers or ignores such frames by itself, and doesn't report them. It ends a connection of which
+//! some 2,000 small pieces wait for their reader, as the messages of a gRPC client do until the upstream is connected.
 
 use std::io;
 use std::pin::Pin;
@@ -27,6 +29,9 @@ const MAX_UNREAD_PIECES: usize = MAX_STREAMS as usize * MAX_PIECE / COUNTED_PIEC
 /// The further ones of each second, so that a connection with a slow stream may send PINGs for as long as it likes.
 const CONTROL_FRAMES_PER_SECOND: u32 = 10;
 
+/// The data of frames with fewer bytes is joined: those that the library counts.
+const MAX_JOINED_FRAME: usize = 256;
+
 /// The bytes with which a client begins (RFC 9113 §3.4).
 pub(crate) const PREFACE_BYTES: usize = 24;
 const FRAME_HEAD_BYTES: usize = 9;
@@ -41,6 +46,7 @@ pub(super) struct FrameCountingStream {
     stream: ClientStream,
     streams: Arc<Streams>,
     parser: FrameParser,
+    joiner: FrameParser,
     /// The frames beyond requests and data that the client may still send.
     allowed: u32,
     /// The tick at which time has last allowed more.
@@ -100,6 +106,38 @@ impl FrameParser {
         None
     }
 
+    /// Joins the data of small frames with that of the frame before, as far as both are whole in these bytes, so that none waits
+    /// for the rest of another. Returns the number of bytes that are left.
+    fn join_data(&mut self, bytes: &mut [u8]) -> usize {
+        let (mut read, mut written) = (0, 0);
+        // The place of the frame before, and the length of its data.
+        let mut joined: Option<(usize, usize)> = None;
+        while let Some((_, rest)) = self.next(&bytes[read..]) {
+            let end = bytes.len() - rest.len();
+            let (length, is_plain) = (self.payload_length(), self.head[3..5] == [DATA, 0]);
+            let before = joined.filter(|(at, total)| {
+                let is_same_stream = bytes[at + 5..at + FRAME_HEAD_BYTES] == self.head[5..FRAME_HEAD_BYTES];
+                let fits = length < MAX_JOINED_FRAME.min(rest.len() + 1) && total + length <= MAX_PIECE;
+                is_plain && is_same_stream && fits
+            });
+            let kept = read..if before.is_some() { end - FRAME_HEAD_BYTES } else { end };
+            let has_head = end - read >= FRAME_HEAD_BYTES;
+            written += kept.len();
+            bytes.copy_within(kept.clone(), written - kept.len());
+            joined = match before {
+                Some((at, total)) => {
+                    let total = total + length;
+                    bytes[at..at + 3].copy_from_slice(&[0, (total >> 8) as u8, total as u8]);
+                    Some((at, total))
+                }
+                None => (is_plain && has_head).then(|| (written - FRAME_HEAD_BYTES, length)),
+            };
+            read = end;
+        }
+        bytes.copy_within(read.., written);
+        written + bytes.len() - read
+    }
+
     /// The number of bytes that tell a frame's content, as far as it is known.
     fn needed(&self) -> usize {
         let is_padded = self.head[3] == DATA && self.head[4] & PADDED != 0 && self.payload_length() > 0;
@@ -128,6 +166,7 @@ impl FrameCountingStream {
             stream,
             streams,
             parser: FrameParser::new(PREFACE_BYTES),
+            joiner: FrameParser::new(PREFACE_BYTES),
             allowed: MAX_CONTROL_FRAMES,
             refilled,
             pieces: 0,
@@ -186,6 +225,8 @@ impl AsyncRead for FrameCountingStream {
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
         this.count_frames(&buf.filled()[before..]);
+        let left = this.joiner.join_data(&mut buf.filled_mut()[before..]);
+        buf.set_filled(before + left);
         Poll::Ready(Ok(()))
     }
 }
@@ -231,7 +272,53 @@ mod tests {
         found
     }
 
+    /// The frames of whole bytes, with joined data.
+    fn frames(mut bytes: &[u8]) -> Vec<(u8, u8, u8, Vec<u8>)> {
+        let mut found: Vec<(u8, u8, u8, Vec<u8>)> = Vec::new();
+        while let [_, high, low, kind, flags, _, _, _, stream, rest @ ..] = bytes {
+            let (payload, rest) = rest.split_at(usize::from(*high) << 8 | usize::from(*low));
+            match found.last_mut().filter(|last| (last.0, last.1, last.2) == (DATA, 0, *stream)) {
+                Some(last) if (*kind, *flags) == (DATA, 0) => last.3.extend_from_slice(payload),
+                _ => found.push((*kind, *flags, *stream, payload.to_vec())),
+            }
+            bytes = rest;
+        }
+        found
+    }
+
+    #[test]
+    fn small_data_is_joined() {
+        let message = [&[0, 0, 10, DATA, 0, 0, 0, 0, 1][..], &[7; 10]].concat();
+        let mut bytes = [vec![b'P'; PREFACE_BYTES], message.repeat(100)].concat();
+        let left = FrameParser::new(PREFACE_BYTES).join_data(&mut bytes);
+        assert_eq!(left, PREFACE_BYTES + FRAME_HEAD_BYTES + 1000);
+        assert_eq!(bytes[PREFACE_BYTES..][..3], [0, 3, 232]);
+        let mut begun = message.repeat(3);
+        begun.pop();
+        assert_eq!(FrameParser::new(0).join_data(&mut begun), begun.len() - FRAME_HEAD_BYTES, "the last isn't whole");
+    }
+
     proptest! {
+        #[test]
+        fn joined_frames_have_the_same_data(
+            frames_of in prop::collection::vec((0..2_u8, 0..2_u8, 0..2_u8, prop::collection::vec(any::<u8>(), 0..300)), 0..30),
+            size in 1..900_usize,
+        ) {
+            let mut bytes = vec![b'P'; PREFACE_BYTES];
+            for (kind, flags, stream, payload) in &frames_of {
+                bytes.extend([0, (payload.len() >> 8) as u8, payload.len() as u8, *kind, *flags, 0, 0, 0, *stream]);
+                bytes.extend(payload);
+            }
+            let expected = frames(&bytes[PREFACE_BYTES..]);
+            let (mut joiner, mut joined) = (FrameParser::new(PREFACE_BYTES), Vec::new());
+            for piece in bytes.chunks_mut(size) {
+                let left = joiner.join_data(piece);
+                prop_assert!(left > 0, "nothing would be the end of the stream");
+                joined.extend_from_slice(&piece[..left]);
+            }
+            prop_assert_eq!(frames(&joined[PREFACE_BYTES..]), expected);
+        }
+
         #[test]
         fn frames_are_found_however_their_bytes_arrive(
             frames in prop::collection::vec((0..12_u8, any::<u8>(), prop::collection::vec(0..4_u8, 0..9)), 0..20),

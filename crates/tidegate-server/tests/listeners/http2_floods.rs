@@ -297,6 +297,32 @@ async fn downloads_through_small_windows_go_on() {
 }
 
 #[tokio::test]
+async fn bursts_of_small_messages_wait_for_a_slow_upstream() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let (mut seen, mut buffer) = (Vec::new(), [0; 4096]);
+        while !seen.ends_with(b"\r\n0\r\n\r\n") {
+            let count = stream.read(&mut buffer).await.unwrap();
+            seen.extend_from_slice(&buffer[..count]);
+        }
+        let count = seen.iter().filter(|byte| **byte == 7).count();
+        stream.write_all(format!("HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n{count}").as_bytes()).await.unwrap();
+    });
+    let gate = start_before(&upstream, ALWAYS).await;
+    let mut client = RawClient::connect(gate, &[]).await;
+    // The gate's windows hold from the acknowledgement on.
+    client.read_until(SETTINGS).await.expect("the gate's settings");
+    client.send(SETTINGS, 1, 0, &[]).await.unwrap();
+    client.send(HEADERS, END_HEADERS, 1, POST).await.unwrap();
+    client.0.write_all(&frame(DATA, 0, 1, &[7; 10]).repeat(20_000)).await.unwrap();
+    client.send(DATA, END_STREAM, 1, &[]).await.unwrap();
+    assert_eq!(client.read_until(DATA).await.expect("a response").payload, b"200000");
+}
+
+#[tokio::test]
 async fn unread_responses_end_by_their_timeout() {
     let gate = start(&format!("{ALWAYS}timeouts = {{ body = \"1s\" }}\n")).await;
     // Without a window, the response waits, and its stream ends.
