@@ -210,6 +210,16 @@ impl Breaker {
     /// The reason of the refusal.
     #[inline]
     pub fn take(&mut self, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
+        self.take_for(self.spec.probe_lease, now)
+    }
+
+    /// Does the same for a call that usually ends within `usual_time`. A probe then has a lease of this time, but no longer
+    /// one than others: a caller that sends slowly could otherwise keep all probes.
+    ///
+    /// # Errors
+    /// The reason of the refusal.
+    #[inline]
+    pub fn take_for(&mut self, usual_time: Span, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
         self.refresh(now);
         self.peek(now)?;
         let mut permit = BreakerPermit { generation: self.generation, probe: 0 };
@@ -227,7 +237,7 @@ impl Breaker {
             BreakerPhase::HalfOpen { probes, .. } => {
                 self.probes_sent += 1;
                 permit.probe = self.probes_sent;
-                probes.push(ProbeLease { number: permit.probe, expires: now + self.spec.probe_lease });
+                probes.push(ProbeLease { number: permit.probe, expires: now + usual_time.min(self.spec.probe_lease) });
             }
         }
         Ok(permit)

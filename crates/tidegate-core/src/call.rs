@@ -505,7 +505,7 @@ impl Call {
         (self.charged_at, self.counted_at) = (outcomes.now(), outcomes.now() + state.lead);
         self.arrival = state.lanes.arrival(ticket);
         let granted = state.lanes.grant(ticket, now).ok_or(CallFailure::DeadlineExceeded).and_then(|lane| {
-            state.breaker.take(now).map(|permit| (lane, permit)).map_err(|refusal| {
+            state.breaker.take_for(state.probe_time(), now).map(|permit| (lane, permit)).map_err(|refusal| {
                 state.lanes.record_end(lane);
                 state.lanes.clear_refusals();
                 state.unavailable(refusal)

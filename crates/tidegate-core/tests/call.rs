@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use tidegate_core::breaker::BreakerState;
 use tidegate_core::call::{
     AttemptReport, Call, CallFailure, CallProgress, CallRules, LaneRules, Measure, NextStep, ProviderLimit,
     ProviderState,
@@ -472,6 +473,50 @@ fn an_outage_opens_the_breaker_for_waiters() {
     // Five bursts of five.
     assert!(refused >= 30 && world.sent.len() <= 30, "{refused} {}", world.sent.len());
     assert!(world.state.breaker.peek(world.now).is_err());
+}
+
+/// A world whose breaker is half-open, before a probe is sent.
+fn recovering(reply_time: Span) -> World {
+    let mut world = World::new(window(100, 1), LanesSpec::default(), 1);
+    world.transit = Box::new(move |_| (reply_time, Span::ZERO));
+    world.call(Lane::User);
+    world.run(ms(0) + reply_time, |_, _| {});
+    let open_until = world.now + Span::from_secs(300);
+    world.state.breaker.trip(world.now, &mut world.rng);
+    world.run(open_until, |_, _| {});
+    world
+}
+
+#[test]
+fn hanging_uploads_hold_probes_for_a_second() {
+    let mut world = recovering(Span::from_millis(20));
+    for _ in 0..2 {
+        world.transit = Box::new(|_| (Span::from_secs(1_000), Span::ZERO));
+        world.call(Lane::User);
+        world.run(world.now, |_, _| {});
+        world.transit = Box::new(|_| (Span::from_millis(20), Span::ZERO));
+        let refused = world.call(Lane::User);
+        let Err(CallFailure::Unavailable(refusal)) = world.finished[&refused] else { panic!("a probe is under way") };
+        assert_eq!(refusal.reset_in, Span::from_secs(1));
+        let probe = world.now + refusal.reset_in;
+        world.run(probe, |_, _| {});
+        let good = world.call(Lane::User);
+        world.run(probe + Span::from_millis(20), |_, _| {});
+        assert_eq!(world.finished[&good], Ok(()));
+    }
+    assert_eq!(world.state.breaker.state(world.now), BreakerState::Closed);
+}
+
+#[test]
+fn a_slow_provider_closes_its_breaker() {
+    let mut world = recovering(Span::from_secs(60));
+    let (began, before) = (world.now, world.sent.len());
+    while world.state.breaker.state(world.now) != BreakerState::Closed {
+        world.call(Lane::User);
+        world.run(world.now + Span::from_millis(500), |_, _| {});
+    }
+    assert!(world.now.since(began) <= Span::from_secs(66), "{:?}", world.now.since(began));
+    assert!(world.sent.len() - before <= 14, "{} probes", world.sent.len() - before);
 }
 
 #[test]

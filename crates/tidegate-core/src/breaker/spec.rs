@@ -49,7 +49,8 @@ pub struct BreakerSpec {
     pub open: Backoff,
     /// The maximum number of probes at a time, up to [`MAX_PROBES`]. Default 1.
     pub probes: u32,
-    /// The time after which an unanswered or dropped probe is ignored. Default 30 s.
+    /// The time after which another probe may be sent beside an unanswered or dropped one, whose reply still counts.
+    /// Default 5 s.
     pub probe_lease: Span,
     /// The number of successful probes that close it. Default 2.
     pub successes: u32,
@@ -69,7 +70,7 @@ impl Default for BreakerSpec {
             min_calls: 10,
             open: Backoff { growth: Growth::Constant, base: open, cap: open, jitter: Jitter::None },
             probes: 1,
-            probe_lease: Span::from_secs(30),
+            probe_lease: Span::from_secs(5),
             successes: 2,
             ramp: Vec::new(),
         }

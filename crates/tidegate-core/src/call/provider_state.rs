@@ -20,7 +20,7 @@ use crate::{
 const FIRST_TIME_FOR_OTHERS: Span = Span::from_secs(1);
 /// The longest such time.
 const MAX_TIME_FOR_OTHERS: Span = Span::from_secs(10);
-/// The shortest time that callers are told to wait for a probe.
+/// The shortest time for which a probe keeps others back.
 const MIN_PROBE_TIME: Span = Span::from_secs(1);
 
 /// The longest time for which a call is in flight after it was abandoned.
@@ -314,10 +314,15 @@ impl ProviderState {
         if self.pool.next(now, rng).is_some() { None } else { Some(self.pool.next_rejoin_at()) }
     }
 
+    /// The time for which a probe keeps others back.
+    pub(super) fn probe_time(&self) -> Span {
+        self.round_trips.usual_max().max(MIN_PROBE_TIME)
+    }
+
     /// The failure of a call that the breaker refuses. The end of a probe is unknown, so the wait is at most the usual time of a call.
     pub(super) fn unavailable(&self, mut refusal: BreakerRefusal) -> CallFailure {
         if refusal.state == BreakerState::HalfOpen {
-            refusal.reset_in = refusal.reset_in.min(self.round_trips.usual_max().max(MIN_PROBE_TIME));
+            refusal.reset_in = refusal.reset_in.min(self.probe_time());
         }
         CallFailure::Unavailable(refusal)
     }

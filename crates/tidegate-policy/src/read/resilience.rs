@@ -71,7 +71,7 @@ setting_keys! {
         open_cap: Option<Span> = "", Maybe(SPAN), "the longest opening; if neither is set, all are equal";
         open_jitter: Jitter = "none", Words(&OPEN_JITTERS), "the jitter of openings: none, full or equal";
         probes: u32 = "1", Whole(1, MAX_PROBES as u64), "the maximum number of probes at a time";
-        probe_lease: Span = "30s", SPAN, "the time after which an unanswered probe doesn't count";
+        probe_lease: Span = "5s", SPAN, "the time after which another probe may be sent beside an unanswered one: this or, if less, the usual time of a call (at least 1 s)";
         successes: u32 = "2", COUNT, "the number of successful probes that closes it";
         ramp: Vec<RampStep> = "off", RAMP, "the share of calls after closing: off, on, or a list of steps", Below::Items(&RAMP_STEP);
     }

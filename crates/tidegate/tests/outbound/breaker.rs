@@ -187,9 +187,9 @@ async fn a_hanging_probe_is_released_after_its_lease() {
     let (api, log) = (broken(FIVE).await, Log::default());
     sleep(secs(300)).await;
     let hangs = spawn(&api, CallOptions::default(), Answers::of(&api, &[GOOD], &log, 0).after(secs(3600)));
-    sleep(secs(29)).await;
+    sleep(Duration::from_millis(900)).await;
     assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()).0, BreakerState::HalfOpen);
-    sleep(secs(1)).await;
+    sleep(Duration::from_millis(100)).await;
     call(&api, GOOD, &log).await.unwrap();
     // The end of the hanging call belongs to an older generation and changes nothing.
     hangs.abort();
@@ -210,7 +210,7 @@ async fn an_unpolled_probe_is_released_after_its_lease() {
         idle.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending(),
         "the window is full for 1 s more"
     );
-    sleep(secs(2)).await;
+    sleep(Duration::from_millis(1_500)).await;
     let refused = call(&api, GOOD, &log).await.unwrap_err();
     assert_eq!(refusal(&refused).0, BreakerState::HalfOpen, "it was granted the probe, and isn't polled");
     sleep(secs(30)).await;
