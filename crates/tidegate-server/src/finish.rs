@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use bytes::Bytes;
 use http::Response;
 use http_body_util::BodyExt as _;
 use tokio::runtime::Handle;
@@ -17,6 +18,9 @@ use crate::watchdog::ConnectionWatch;
 
 /// The maximum number of calls that are finished without their client. Further ones are abandoned.
 const MAX_FINISHING: usize = 1024;
+
+/// The most bytes of a reply that are read without its client. A server may send them fast and without an end.
+const MAX_DISCARDED_BYTES: usize = 64 << 20;
 
 static FINISHING: Semaphore = Semaphore::const_new(MAX_FINISHING);
 
@@ -70,14 +74,16 @@ impl Drop for FinishedCall {
     }
 }
 
-/// Reads and discards the rest of a response.
+/// Reads and discards the rest of a response, unless it is too long.
 pub(crate) fn finish_response(body: UpstreamBody, permit: PermitHandle, timeout: Duration) {
     finish(permit, timeout, discard(body));
 }
 
 async fn discard(mut body: UpstreamBody) -> Option<()> {
+    let mut remaining_bytes = MAX_DISCARDED_BYTES;
     while let Some(frame) = body.frame().await {
-        frame.ok()?;
+        let size = frame.ok()?.data_ref().map_or(0, Bytes::len);
+        remaining_bytes = remaining_bytes.checked_sub(size)?;
     }
     Some(())
 }

@@ -345,20 +345,39 @@ async fn a_reply_that_has_begun_is_finished() {
         client.send(get("/x")).await;
         let mut served = Peer::over(listener.accept().await.unwrap().0);
         served.message().await;
-        served.send("HTTP/1.1 200 OK\r\ncontent-length: 100000000\r\n\r\nbegun").await;
+        served.send("HTTP/1.1 200 OK\r\ncontent-length: 60000000\r\n\r\nbegun").await;
         client.exactly(20).await;
         drop(client);
         // More than fits in the buffers of a connection that nobody reads.
-        served.send(vec![b'x'; 50_000_000]).await;
+        served.send(vec![b'x'; 30_000_000]).await;
         begun.push(served);
     }
     assert_eq!(status(&once(gate.inbound, get("/x")).await), 429);
-    begun[0].send(vec![b'x'; 100_000_000 - 50_000_000 - 5]).await;
+    begun[0].send(vec![b'x'; 60_000_000 - 30_000_000 - 5]).await;
     let mut served = begun.swap_remove(0);
     tokio::select! {
         () = eventually_served(gate.inbound) => {}
         () = async { loop { served.message().await; served.send(HELLO).await; } } => {}
     }
+}
+
+#[tokio::test]
+async fn an_endless_reply_is_not_finished() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gate = start(listener.local_addr().unwrap(), &two("client_ip", FINISH)).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    client.send(get("/x")).await;
+    let mut served = Peer::over(listener.accept().await.unwrap().0);
+    served.message().await;
+    served.send("HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nbegun").await;
+    client.exactly(20).await;
+    drop(client);
+    let mut sent_megabytes = 0;
+    while served.try_send(vec![b'x'; 1_000_000]).await.is_ok() {
+        sent_megabytes += 1;
+        assert!(sent_megabytes < 100, "64 MiB, and the buffers of two connections");
+    }
+    assert!(sent_megabytes > 60, "{sent_megabytes}");
 }
 
 #[tokio::test]
