@@ -27,7 +27,6 @@ use super::cost::{expected_cost, is_json};
 use super::login::{LoginReply, MAX_LOGIN_REPLY};
 use super::progress_timeout::with_progress_timeout;
 use super::reply_body::PeekedBody;
-use super::reply_headers::contains_secret;
 use super::service::OutboundLayerInner;
 use super::{
     Attempt, AttemptClassifier, AttemptOutcome, CallOptions, LoginError, LoginFailure, LoginToken, ReplayBody,
@@ -480,5 +479,5 @@ fn redact_error(error: BoxError, secret: Option<&Secret>) -> SendError {
         let _ = write!(text, " {found} {found:?}");
         text
     });
-    if contains_secret(text.as_bytes(), secret) { SendError::Redacted } else { SendError::Inner(error) }
+    if secret.is_in(text.as_bytes()) { SendError::Redacted } else { SendError::Inner(error) }
 }

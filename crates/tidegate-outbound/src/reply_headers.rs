@@ -13,8 +13,6 @@ use tidegate_policy::outbound::{Auth, BaseUrl};
 use super::path;
 use super::target::{PLACEHOLDER, Target, param_has_name};
 
-/// A shorter credential is public, like the `2` of a free tier, and occurs in harmless values by accident.
-const MIN_SECRET_LENGTH: usize = 8;
 /// The longest `Link` header that is rewritten. A longer one stays as it is.
 const MAX_LINK_BYTES: usize = 16 << 10;
 /// The replacement of the credential in a path that is shown.
@@ -85,14 +83,13 @@ impl Target {
         let rewritten = self.base.as_ref().and_then(|base| rewrite_base(base, text, secret, mount_path));
         let query = query.map(|query| format!("?{query}"));
         let parts = [rewritten.as_deref().unwrap_or(text), query.as_deref().unwrap_or(""), fragment.unwrap_or("")];
-        Some(parts.concat())
-            .filter(|location| !secret.is_some_and(|secret| contains_secret(location.as_bytes(), secret)))
+        Some(parts.concat()).filter(|location| !secret.is_some_and(|secret| secret.is_in(location.as_bytes())))
     }
 
     fn remove_secret_params(&self, query: &str, secret: Option<&Secret>) -> String {
         let is_kept = |pair: &&str| match (&self.auth, secret) {
             (Auth::Query { name }, _) if param_has_name(pair, name) => false,
-            (_, Some(secret)) => !contains_secret(pair.as_bytes(), secret),
+            (_, Some(secret)) => !secret.is_in(pair.as_bytes()),
             (_, None) => true,
         };
         query.split('&').filter(is_kept).collect::<Vec<_>>().join("&")
@@ -167,7 +164,7 @@ fn split_before(text: &str, at: char) -> (&str, Option<&str>) {
 /// Removes the headers that repeat the credential, by value or by name.
 pub(super) fn remove_headers_with_secret(headers: &mut HeaderMap, secret: &Secret) {
     let repeats = |(name, value): (&HeaderName, &HeaderValue)| {
-        (contains_secret(value.as_bytes(), secret) || name_contains_secret(name, secret)).then(|| name.clone())
+        (secret.is_in(value.as_bytes()) || name_contains_secret(name, secret)).then(|| name.clone())
     };
     let names: Vec<HeaderName> = headers.iter().filter_map(repeats).collect();
     for name in names {
@@ -178,14 +175,8 @@ pub(super) fn remove_headers_with_secret(headers: &mut HeaderMap, secret: &Secre
 /// True if a header's name contains the credential. Names are always in small letters.
 fn name_contains_secret(name: &HeaderName, secret: &Secret) -> bool {
     let (name, secret) = (name.as_str().as_bytes(), secret.expose().as_bytes());
-    secret.len() >= MIN_SECRET_LENGTH && name.windows(secret.len()).any(|found| found.eq_ignore_ascii_case(secret))
-}
-
-/// Returns true if a text contains the credential, percent-encoded or not.
-pub(super) fn contains_secret(text: &[u8], secret: &Secret) -> bool {
-    let secret = secret.expose().as_bytes();
-    let holds = |text: &[u8]| text.windows(secret.len()).any(|found| found == secret);
-    secret.len() >= MIN_SECRET_LENGTH && (holds(text) || holds(&Cow::from(percent_decode(text))))
+    secret.len() >= Secret::MIN_FOUND_LENGTH
+        && name.windows(secret.len()).any(|found| found.eq_ignore_ascii_case(secret))
 }
 
 #[cfg(test)]

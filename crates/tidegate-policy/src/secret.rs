@@ -1,8 +1,10 @@
 //! Values that are never printed, and their sources.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 
+use percent_encoding::percent_decode;
 use subtle::ConstantTimeEq as _;
 
 use crate::read_regular_file;
@@ -15,6 +17,10 @@ const MAX_TOKEN_BYTES: u64 = 64 << 10;
 pub struct Secret(String);
 
 impl Secret {
+    /// The length of the shortest secret that is found in other texts. A shorter one is public, like the `2` of a free tier, and
+    /// occurs in harmless texts by accident.
+    pub const MIN_FOUND_LENGTH: usize = 8;
+
     /// Wraps a value.
     pub fn new(value: impl Into<String>) -> Self {
         Self(value.into())
@@ -29,6 +35,14 @@ impl Secret {
     /// equal.
     pub fn matches(&self, other: &[u8]) -> bool {
         self.0.as_bytes().ct_eq(other).into()
+    }
+
+    /// Returns true if a text contains the value, percent-encoded or not. The time of the search reveals parts of it.
+    pub fn is_in(&self, text: &[u8]) -> bool {
+        let value = self.0.as_bytes();
+        let holds = |text: &[u8]| text.windows(value.len()).any(|found| found == value);
+        let is_long = (Self::MIN_FOUND_LENGTH..=text.len()).contains(&value.len());
+        is_long && (holds(text) || text.contains(&b'%') && holds(&Cow::from(percent_decode(text))))
     }
 }
 

@@ -203,6 +203,11 @@ impl Access {
         self.tokens.iter().fold(None, |found, token| if token.secret.matches(value) { Some(token) } else { found })
     }
 
+    /// Returns true if a text contains a token.
+    pub(crate) fn is_token_in(&self, text: &[u8]) -> bool {
+        self.tokens.iter().any(|token| token.secret.is_in(text))
+    }
+
     /// The tokens; empty if programs on this machine may call without one.
     pub(crate) fn tokens(&self) -> &[AccessToken] {
         &self.tokens

@@ -256,6 +256,9 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let Some(mount) = self.mounts.get(name) else { return Err(self.unknown_provider_response(name)) };
         let plan = mount.service.provider().config();
         let bad_request = |why: &str| call_error::formatted(plan.error_format, StatusCode::BAD_REQUEST, why);
+        if self.access.is_token_in(path.as_bytes()) {
+            return Err(bad_request("the URL contains the token of the gateway, which belongs in a header"));
+        }
         let rest = if rest.starts_with('/') { rest.to_owned() } else { format!("/{rest}") };
         let rest =
             PathAndQuery::try_from(rest).map_err(|_| bad_request("the path has a character that a URL can't have"))?;
@@ -266,11 +269,12 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let mut hop = hop_headers::strip_request(headers, &[]);
         // A connection can't switch protocols before the whole request has arrived, or with HTTP/1.0 (RFC 9110 §7.8).
         hop.upgrade = hop.upgrade.filter(|_| !has_body && !is_http10);
-        remove_all(headers, |name| {
+        remove_all(headers, |name, value| {
             name == EXPECT
                 || CLIENT_ORIGIN_HEADERS.contains(name)
                 || name.as_str().starts_with(X_FORWARDED)
                 || hop_headers::is_own(name)
+                || self.access.is_token_in(value.as_bytes())
         });
         let chunked = has_body && request.body().size_hint().exact().is_none();
         hop_headers::add_request_headers(request.headers_mut(), &hop, chunked);
@@ -383,7 +387,7 @@ where
 
 /// Sets the headers about the call. The credential's header is only set if the provider has credentials.
 fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, stats: Option<CallStats>, cache: Option<CacheStatus>) {
-    remove_all(headers, |name| name.as_str().starts_with("tidegate-"));
+    remove_all(headers, |name, _| name.as_str().starts_with("tidegate-"));
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
     }
@@ -404,8 +408,9 @@ fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, stats: Option<Call
     }
 }
 
-fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
-    let names: Vec<HeaderName> = headers.keys().filter(|name| matches(name)).cloned().collect();
+fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName, &HeaderValue) -> bool) {
+    let found = headers.iter().filter(|(name, value)| matches(name, value));
+    let names: Vec<HeaderName> = found.map(|(name, _)| name.clone()).collect();
     for name in names {
         headers.remove(name);
     }

@@ -11,7 +11,8 @@
 //! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else the connection's scheme and the request's host | |
 //! | `Forwarded` | the peer's address appended to the value of a trusted peer; other values are removed | |
 //! | a header that differs only in `_` for `-` from an `X-Forwarded-…` above or from a counted header | removed | |
-//! | `Tidegate-…` and `Proxy-Authorization`, also with other signs for `-` | removed by the gateway, and from trailers | |
+//! | `Tidegate-…`, `X-Tidegate-…` and `Proxy-Authorization`, also with other signs for `-` | removed by the gateway, and from trailers | |
+//! | any header with the gateway's token | removed by the gateway | |
 //! | `Tidegate-Reservation` | removed if the call was admitted by it | |
 //! | `Via` | none is added, because nginx stops compressing if it sees one | |
 
@@ -167,6 +168,7 @@ pub(crate) fn is_own(name: &HeaderName) -> bool {
         name.as_str().len() >= own.len() && name.as_str().bytes().zip(own.bytes()).all(signs)
     };
     starts_with("tidegate-")
+        || starts_with("x-tidegate-")
         || starts_with("proxy-authorization") && name.as_str().len() == PROXY_AUTHORIZATION.as_str().len()
 }
 
@@ -308,6 +310,7 @@ mod tests {
             "tidegate_token",
             "tidegate.token",
             "tidegate-x",
+            "x-tidegate_token",
             "proxy-authorization",
             "proxy_authorization",
         ] {
@@ -316,7 +319,7 @@ mod tests {
         for name in [
             "tidegate",
             "tidegates-token",
-            "x-tidegate-token",
+            "x-tidegates",
             "authorization",
             "proxy-authorization-info",
             "proxyxauthorization",

@@ -244,6 +244,31 @@ async fn credentials_echoed_in_headers_or_trailers_are_removed() {
     }
 }
 
+#[tokio::test]
+async fn no_header_or_url_tells_a_provider_the_gateways_token() {
+    let api = Api::start(hello).await;
+    let outbound = "[outbound]\nlisten = \"127.0.0.1:0\"\ntoken = \"env:A\"\n";
+    let gateway = running(&format!("{outbound}{}", api.policy(FREE)));
+    let token = format!("tidegate-token: {PLANTED}\r\n");
+    let lines = format!(
+        "{token}x-tidegate-token: other\r\nHTTP_TIDEGATE_TOKEN: {PLANTED}\r\nx-original-authorization: Bearer {PLANTED}\r\n\
+         authorization: Bearer {PLANTED}\r\ncookie: a=b; c={PLANTED}\r\nx-kept: yes\r\n"
+    );
+    assert_eq!(status(&gateway.ask(request("GET", "/api/x", &lines, "")).await), 200);
+    let arrived = api.arrived().pop().unwrap();
+    let mut names: Vec<&str> = arrived.headers.keys().map(http::HeaderName::as_str).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["host", "x-kept"]);
+    for path in
+        [format!("/api/{PLANTED}"), format!("/api/x?a=b&t={PLANTED}"), "/api/x?t=pl4nted%2Ds3cr3t%2da".to_owned()]
+    {
+        let answer = gateway.ask(request("GET", &path, &token, "")).await;
+        assert_eq!(status(&answer), 400, "{path}");
+        assert!(!answer.contains(PLANTED), "{answer}");
+    }
+    assert_eq!(api.count(), 1);
+}
+
 /// CGI programs read other signs as `-`, and servers may add trailers to the head.
 #[tokio::test]
 async fn no_spelling_of_the_gateways_token_reaches_a_provider() {
