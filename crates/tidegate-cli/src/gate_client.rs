@@ -345,6 +345,12 @@ fn local_url(kind: ListenerKind, listen: &ListenConfig) -> Result<String, CliOut
         IpAddr::V6(Ipv6Addr::UNSPECIFIED) => IpAddr::V6(Ipv6Addr::LOCALHOST),
         ip => ip,
     };
+    if listen.proxy_protocol.iter().any(|network| network.contains(&ip)) {
+        return Err(invalid_input(format!(
+            "{section}.proxy_protocol makes the gate expect a header of the PROXY protocol there, also from this machine; leave \
+             {ip} out of it, or give the listener a unix socket, too, and name that with --url unix:PATH"
+        )));
+    }
     Ok(format!("http://{}", SocketAddr::new(ip, address.port())))
 }
 

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use tidegate::policy::{Action, Plan};
 use tidegate_policy::alerts::AlertConfig;
 use tidegate_policy::{
-    Policy, PolicySources, StoreConfig, printable, printable_json, printable_lines, read_regular_file,
+    OnDisconnect, Policy, PolicySources, StoreConfig, printable, printable_json, printable_lines, read_regular_file,
 };
 use tidegate_server::FileWatcher;
 
@@ -264,6 +264,14 @@ pub(crate) fn describe(policy: &Policy) -> String {
     if !policy.alerts().is_empty() {
         let words: String = policy.alerts().iter().map(AlertConfig::describe).collect();
         let _ = write!(text, "\nalerts\n{words}");
+    }
+    if policy.inbound().upstream.is_some() && plan.requests_meet_concurrency() {
+        text.push_str(match policy.inbound().on_disconnect {
+            OnDisconnect::Close => {
+                "a call in flight whose client goes away is closed, and counts while the upstream likely works on it\n"
+            }
+            OnDisconnect::Finish => "a call in flight whose client goes away is finished\n",
+        });
     }
     if !policy.api().listen.is_off() && plan.requests_meet_concurrency() {
         text.push_str("forward-auth is off: it can't keep a limit on calls in flight\n");

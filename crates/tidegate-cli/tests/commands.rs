@@ -85,7 +85,7 @@ fn check_notes_listeners_that_serve_no_client_of_a_load_balancer() {
         String::from_utf8(output.stdout).unwrap()
     };
     let out = check("[admin]\nproxy_protocol = \"127.0.0.1\"\n");
-    assert!(out.contains("note: ") && out.contains("only clients on this machine are served"), "{out}");
+    assert!(out.contains("note: without `admin.token`, only clients on this machine are served"), "{out}");
     for fine in [
         "[admin]\nproxy_protocol = \"127.0.0.1\"\ntoken = \"env:A\"\n",
         "[admin]\nproxy_protocol = \"127.0.0.1\"\ntokens = { ops = \"env:A\" }\n",
@@ -132,6 +132,9 @@ fn health_needs_no_policy_and_no_token() {
     let (status, _, err) = run(&["health", "-c", without_token.to_str().unwrap()]);
     assert!(status == 1 && err.starts_with(&format!("error: no gate answers at {url}")), "{err}");
     assert_eq!(run(&["health", "-c", broken.to_str().unwrap()]).0, 2);
+    let proxied = format!("[admin]\nlisten = \"127.0.0.1:{port}\"\nproxy_protocol = \"127.0.0.0/8\"\n");
+    let (status, _, err) = run(&["health", "-c", scratch.write("proxied.toml", &proxied).to_str().unwrap()]);
+    assert!(status == 2 && err.contains("admin.proxy_protocol") && err.contains("leave 127.0.0.1 out of it"), "{err}");
 }
 
 #[test]
@@ -194,6 +197,21 @@ fn only_own_non_utf8_variables_are_check_errors() {
     assert_eq!(status, 2, "{told}");
     assert!(told.contains("TIDEGATE__INBOUND__TIMEOUTS__HEADER") && told.contains("15\u{fffd}"), "{told}");
     assert_eq!(check("SOMEBODY_ELSES"), (0, String::new()));
+}
+
+#[test]
+fn check_tells_what_becomes_of_abandoned_calls() {
+    let scratch = ScratchDir::new();
+    for (inbound, told) in
+        [("", "while the upstream likely works on it"), ("on_disconnect = \"finish\"\n", "is finished")]
+    {
+        let text = format!(
+            "[inbound]\nupstream = \"http://127.0.0.1:3000\"\n{inbound}[inbound.action.export]\n\
+             match = {{ path = \"/export\" }}\nlimit = \"2 in flight\"\n"
+        );
+        let (_, out, _) = run(&["check", scratch.write("tidegate.toml", &text).to_str().unwrap()]);
+        assert!(out.contains("a call in flight whose client goes away") && out.contains(told), "{out}");
+    }
 }
 
 #[test]

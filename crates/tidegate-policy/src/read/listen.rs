@@ -165,9 +165,11 @@ impl DocumentReader<'_> {
             && !has_token
             && !listen.requires_client_certificate()
         {
-            let message = "without a `token` beside it, only clients on this machine are served, and those of others that a \
-                           header of the PROXY protocol tells are refused";
-            self.note(node.at, message);
+            let message = format!(
+                "without `{section}.token`, only clients on this machine are served there, and those of others that a header of \
+                 the PROXY protocol tells are refused"
+            );
+            self.note(node.at, &message);
         }
         (listen, token)
     }
