@@ -351,14 +351,16 @@ impl<S: Store, C: Clock> Gate<S, C> {
     #[inline]
     fn begin(&self, query: &Query<'_>, verb: Verb) -> Result<Check<S, C>, CheckError> {
         let actions = self.actions(query)?;
-        let counted = (verb == Verb::Take).then_some(actions);
+        let mut counted = (verb == Verb::Take).then_some(actions);
         if let Some(decision) = self.decide_by_list(query) {
             self.count(counted, query.ip, &[], &decision);
             return Ok(Check::Decided(decision));
         }
         let mut batch = Batch::new(self.0.holder_ids.next());
+        let mut uncountable = None;
         if let Err(error) = self.fill(&mut batch, actions, query, verb) {
-            return self.begin_uncountable(error, query, verb);
+            let Some(global) = self.batch_of_uncountable(&error, query, verb) else { return Err(error) };
+            (batch, counted, uncountable) = (global, Some(MatchedActions::NONE), Some(error));
         }
         if self.0.kept_permits.is_active()
             && let Some(refusal) = self.count_abandoning_client(&batch, query.ip)
@@ -368,51 +370,42 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
         let mut answer = self.0.store.apply(&batch, self.0.clock.now());
         self.ask_again(&mut batch, query.ip, &mut answer);
-        Ok(match answer {
+        match answer {
             // By reference: moving them would copy them.
             StoreResponse::Ready(ref mut outcomes) => {
-                let decision = self.decide_outcomes(&batch, outcomes);
-                self.count(counted, query.ip, batch.ops(), &decision);
-                Check::Decided(decision)
+                self.conclude(&batch, outcomes, query.ip, counted, uncountable).map(Check::Decided)
             }
             StoreResponse::Pending(answer) => {
-                Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, counted, answer))
+                Ok(Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, counted, uncountable, answer)))
             }
-        })
+        }
     }
 
-    /// Counts a call under `inbound.global` alone, because its other limits can't count it.
-    ///
-    /// # Errors
-    /// The given one, unless the call is refused.
-    #[cold]
-    fn begin_uncountable(&self, error: CheckError, query: &Query<'_>, verb: Verb) -> Result<Check<S, C>, CheckError> {
-        let mut batch = Batch::new(self.0.holder_ids.next());
-        let is_counted = verb == Verb::Take
-            && error.uncountable().is_some()
-            && self.fill(&mut batch, MatchedActions::NONE, query, verb).is_ok()
-            && !batch.ops().is_empty();
-        if !is_counted {
+    /// Decides by these outcomes, and counts the decision. A call that is `uncountable` fails if it isn't refused.
+    #[inline]
+    pub(crate) fn conclude(
+        &self,
+        batch: &Batch,
+        outcomes: &mut Outcomes,
+        ip: Option<IpAddr>,
+        counted: Option<MatchedActions>,
+        uncountable: Option<CheckError>,
+    ) -> Result<Decision, CheckError> {
+        let decision = self.decide_outcomes(batch, outcomes);
+        if let Some(error) = uncountable.filter(|_| decision.allowed) {
+            self.release_unused(batch);
             return Err(error);
         }
-        let counted = Some(MatchedActions::NONE);
-        let mut answer = self.0.store.apply(&batch, self.0.clock.now());
-        self.ask_again(&mut batch, query.ip, &mut answer);
-        match answer {
-            StoreResponse::Ready(mut outcomes) => {
-                let decision = self.decide_outcomes(&batch, &mut outcomes);
-                if decision.allowed {
-                    self.release_unused(&batch);
-                    return Err(error);
-                }
-                self.count(counted, query.ip, batch.ops(), &decision);
-                Ok(Check::Decided(decision))
-            }
-            StoreResponse::Pending(answer) => {
-                let pending = PendingCheck::new(self.clone(), batch, query.ip, counted, answer);
-                Ok(Check::Pending(pending.failing_if_allowed(error)))
-            }
-        }
+        self.count(counted, ip, batch.ops(), &decision);
+        Ok(decision)
+    }
+
+    /// The batch of a call that counts under `inbound.global` alone, because its other limits can't count it for this reason.
+    #[cold]
+    fn batch_of_uncountable(&self, reason: &CheckError, query: &Query<'_>, verb: Verb) -> Option<Batch> {
+        reason.uncountable().filter(|_| verb == Verb::Take)?;
+        let batch = self.batch(MatchedActions::NONE, query, verb, self.0.holder_ids.next()).ok()?;
+        (!batch.ops().is_empty()).then_some(batch)
     }
 
     /// Gives back the permits that a batch may have taken for no call. Their time isn't that of a call.

@@ -41,14 +41,10 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
         batch: Batch,
         ip: Option<IpAddr>,
         counted: Option<MatchedActions>,
+        uncountable: Option<CheckError>,
         answer: S::Future,
     ) -> Self {
-        Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, counted, uncountable: None, answer }
-    }
-
-    /// Lets the check fail with this error if the call isn't refused.
-    pub(crate) fn failing_if_allowed(self, error: CheckError) -> Self {
-        Self { uncountable: Some(error), ..self }
+        Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, counted, uncountable, answer }
     }
 
     /// Waits for the decision.
@@ -60,13 +56,7 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
         let ReleaseGuard { gate, batch, is_answered } = &mut request;
         let mut outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
         *is_answered = true;
-        let decision = gate.decide_outcomes(batch, &mut outcomes);
-        if let Some(error) = uncountable.filter(|_| decision.allowed) {
-            gate.release_unused(batch);
-            return Err(error);
-        }
-        gate.count(counted, ip, batch.ops(), &decision);
-        Ok(decision)
+        gate.conclude(batch, &mut outcomes, ip, counted, uncountable)
     }
 }
 

@@ -307,12 +307,8 @@ local function refresh_queue(op)
     end
   end
   local last_forfeit = forfeit_of(queue, queue.last_forfeit)
-  if last_forfeit and last_forfeit.ended_at > latest then
-    while queue.forfeit_count > 0 do
-      remove_forfeit(queue, queue.first_forfeit)
-    end
-  end
-  local oldest = now - op.horizon * FORFEIT_HORIZONS
+  local is_ahead = last_forfeit and last_forfeit.ended_at > latest
+  local oldest = is_ahead and math.huge or now - op.horizon * FORFEIT_HORIZONS
   while true do
     local found = forfeit_of(queue, queue.first_forfeit)
     if not found or found.ended_at > oldest then break end
