@@ -127,25 +127,30 @@ impl Plan {
         (!names.is_empty()).then(|| names.join("+"))
     }
 
-    /// True if a limit counts by path, and this path isn't in its plain form.
+    /// True if a limit counts by path, and this path isn't in its plain form: then [`fill`](Self::fill) reads it in every way.
     #[inline]
-    pub(crate) fn needs_path_readings(&self, query: &Query<'_>) -> bool {
+    pub fn needs_path_readings(&self, query: &Query<'_>) -> bool {
         self.counts_by_path && query.path.is_some_and(|path| !NormalisedPath::is_plain(path, self.path_quirks))
     }
 
-    /// The operations that look, without changing anything, at those limits of a call that count by its address alone.
+    /// Adds the operations under those limits of a call that count by its address alone.
     #[cold]
-    pub fn address_ops(&self, action: Option<ActionId>, query: &Query<'_>, seed: &KeySeed) -> Batch {
-        let mut batch = Batch::new(0);
+    pub fn fill_address_ops(
+        &self,
+        batch: &mut Batch,
+        action: Option<ActionId>,
+        query: &Query<'_>,
+        seed: &KeySeed,
+        verb: Verb,
+    ) {
         for step in &self.op_template(action).steps {
             if let [KeyPart::ClientIp | KeyPart::Ipv6Network(_)] = self.key_parts(step.limit)
                 && let Some(key) = self.key_template(step.limit).key(query, self.key_options(None), seed)
             {
                 // There are no more steps than places.
-                let _ = batch.push(Op::new(step.limit, Verb::Peek, key, 1));
+                let _ = batch.push(Op::new(step.limit, verb, key, 1));
             }
         }
-        batch
     }
 
     /// Adds the operations of several actions, or under several paths: each once, and the global ones at the largest

@@ -91,6 +91,7 @@ async fn discard(mut body: UpstreamBody) -> Option<()> {
 /// Runs an exchange to its end, and returns the permit. If there is no place, or no time left, it is abandoned.
 fn finish(permit: PermitHandle, timeout: Duration, exchange: impl Future<Output = Option<()>> + Send + 'static) {
     if let (Ok(runtime), Ok(place)) = (Handle::try_current(), FINISHING.try_acquire()) {
+        permit.count_abandoned();
         runtime.spawn(async move {
             let _place = place;
             if let Ok(None) = tokio::time::timeout(timeout, exchange).await {

@@ -30,6 +30,8 @@ pub(crate) trait RequestPermit: Send {
     fn keep(self: Box<Self>) -> Box<dyn AbandonedWork>;
     /// Returns the permit of a request that caused no work.
     fn cancel(self: Box<Self>);
+    /// Counts the request as one that its client has abandoned, although it goes on.
+    fn count_abandoned(&self);
 }
 
 impl<S: Store, C: Clock> RequestPermit for PermitGuard<S, C> {
@@ -43,6 +45,10 @@ impl<S: Store, C: Clock> RequestPermit for PermitGuard<S, C> {
 
     fn cancel(self: Box<Self>) {
         Self::cancel(*self);
+    }
+
+    fn count_abandoned(&self) {
+        Self::count_abandoned(self);
     }
 }
 
@@ -89,6 +95,15 @@ pub(crate) struct PermitHandle {
     renewer: Arc<PermitRenewer>,
     index: usize,
     pub(crate) work: Arc<UpstreamWork>,
+}
+
+impl PermitHandle {
+    /// Counts the request as one that its client has abandoned, although it goes on.
+    pub(crate) fn count_abandoned(&self) {
+        if let Some(permit) = self.renewer.permits.lock().get(self.index) {
+            permit.count_abandoned();
+        }
+    }
 }
 
 impl Drop for PermitHandle {

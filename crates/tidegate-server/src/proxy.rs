@@ -189,7 +189,7 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
                     let proxy = &connection.proxy;
                     let decided = pending.decision().await;
                     let decided_at = proxy.metrics.record_store_decision(asked_at, decided.is_ok(), proxy.gate.clock());
-                    let query = connection.query(&request);
+                    let query = Query { actions: Some(actions), ..connection.query(&request) };
                     let concluded = match decided {
                         Ok(decision) => {
                             let mut refusal_cache = RefusalCache::default();

@@ -204,17 +204,30 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// `normal` is the action of the path's normal form.
     #[cold]
     fn actions_of_all_readings(&self, normal: Option<ActionId>, query: &Query<'_>) -> MatchedActions {
-        /// A block that ends sooner may have ended when the call is decided.
-        const MIN_BLOCK_LEFT: Span = Span::from_secs(1);
-        let GateInner { plan, store, clock, seed, .. } = &*self.0;
-        let is_refused = || {
-            let (ops, now) = (plan.address_ops(normal, query, seed), clock.now());
-            store.known_block(&ops, now).is_some_and(|until| until > now + MIN_BLOCK_LEFT)
-        };
-        if query.ip.is_some_and(|ip| plan.list_status(ip) == ListStatus::Deny) || is_refused() {
+        let plan = &self.0.plan;
+        if query.ip.is_some_and(|ip| plan.list_status(ip) == ListStatus::Deny) || self.is_blocked(normal, query) {
             return normal.into();
         }
         plan.actions_of_all_readings(query, normal).unwrap_or_else(MatchedActions::from)
+    }
+
+    /// True if the address is under a block that is known to this process.
+    #[cold]
+    fn is_blocked(&self, action: Option<ActionId>, query: &Query<'_>) -> bool {
+        /// A block that ends sooner may have ended when the call is decided.
+        const MIN_BLOCK_LEFT: Span = Span::from_secs(1);
+        let GateInner { plan, store, clock, seed, .. } = &*self.0;
+        let (mut ops, now) = (Batch::new(0), clock.now());
+        plan.fill_address_ops(&mut ops, action, query, seed, Verb::Peek);
+        store.known_block(&ops, now).is_some_and(|until| until > now + MIN_BLOCK_LEFT)
+    }
+
+    /// The actions of a call that isn't to be decided: all of them, whatever its address.
+    fn actions_of_correction(&self, query: &Query<'_>) -> Result<MatchedActions, CheckError> {
+        match (query.actions, query.action) {
+            (None, None) => Ok(self.0.plan.matching_actions(query).unwrap_or_else(MatchedActions::from)),
+            _ => self.actions(query),
+        }
     }
 
     /// Decides about a call by lists, then penalties and limits. Counts it in all its limits or in none. A call that can't
@@ -249,13 +262,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     pub async fn explain(&self, query: &Query<'_>) -> Result<Explanation, CheckError> {
-        let actions = self.actions(query)?;
+        let actions = self.actions_of_correction(query)?;
         let mut batch = self.batch(actions, query, Verb::Peek, 0)?;
         let answer = self.0.store.apply(&batch, self.0.clock.now());
         let mut outcomes = self.outcomes(&mut batch, query.ip, answer).await?;
         let decided = self.decide_outcomes(&batch, &mut outcomes);
-        let is_active = self.0.kept_permits.is_active();
-        let beyond_share = || is_active.then(|| self.count_abandoning_client(&batch, query.ip)).flatten();
+        let has_share = self.0.kept_permits.is_active() && !decided.blocked;
+        let beyond_share = || has_share.then(|| self.count_abandoning_client(&batch, query.ip)).flatten();
         let decision = self.decide_by_list(query).or_else(beyond_share).unwrap_or(decided);
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
@@ -302,7 +315,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// As [`Gate::check`].
     pub fn hold_permit(&self, query: &Query<'_>, decision: &Decision) -> Result<Option<PermitGuard<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
-        let own_batch = self.batch(self.actions(query)?, query, Verb::Renew, permit)?;
+        let own_batch = self.batch(self.actions_of_correction(query)?, query, Verb::Renew, permit)?;
         let shared = if decision.share_level == ShareLevel::Own {
             Vec::new()
         } else {
@@ -358,12 +371,16 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
         let mut batch = Batch::new(self.0.holder_ids.next());
         let mut uncountable = None;
-        if let Err(error) = self.fill(&mut batch, actions, query, verb) {
+        if self.0.plan.needs_path_readings(query) && self.is_blocked(actions.first(), query) {
+            // The block refuses the call, so its path needn't be read for its keys.
+            self.0.plan.fill_address_ops(&mut batch, actions.first(), query, &self.0.seed, verb);
+        } else if let Err(error) = self.fill(&mut batch, actions, query, verb) {
             let Some(global) = self.batch_of_uncountable(&error, query, verb) else { return Err(error) };
             (batch, counted, uncountable) = (global, Some(MatchedActions::NONE), Some(error));
         }
         if self.0.kept_permits.is_active()
             && let Some(refusal) = self.count_abandoning_client(&batch, query.ip)
+            && !self.is_blocked(actions.first(), query)
         {
             self.count(counted, query.ip, batch.ops(), &refusal);
             return Ok(Check::Decided(refusal));
@@ -429,7 +446,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         if let Some(holder) = decision.permit {
             hold_times.begin(holder, self.0.clock.now());
         } else if !decision.allowed && self.0.kept_permits.is_active() {
-            self.uncount_call(batch.holder());
+            self.uncount_call(batch);
         }
         decision
     }
@@ -470,7 +487,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     async fn apply_correction(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
-        let batch = self.batch(self.actions(query)?, query, verb, holder)?.with_charged_at(Time::NEVER);
+        let batch = self.batch(self.actions_of_correction(query)?, query, verb, holder)?.with_charged_at(Time::NEVER);
         let is_done = |outcomes: &Outcomes| outcomes.list().iter().any(|found| found.admission == Admission::Admitted);
         let mut done = is_done(&self.apply(&batch).await?);
         if !done && matches!(verb, Verb::Release | Verb::Renew) {
@@ -478,8 +495,10 @@ impl<S: Store, C: Clock> Gate<S, C> {
                 done |= is_done(&self.apply(&batch).await?);
             }
         }
-        if done && verb == Verb::Release {
-            self.end_hold(&batch);
+        match verb {
+            Verb::Release if done => self.end_hold(&batch),
+            Verb::Renew if done => self.renew_counted_call(holder),
+            _ => {}
         }
         Ok(done)
     }
@@ -523,11 +542,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub(crate) fn end_hold(&self, batch: &Batch) {
         self.0.hold_times.end(batch, self.0.clock.now());
         if self.0.kept_permits.is_active() {
-            self.uncount_call(batch.holder());
+            self.uncount_call(batch);
         }
     }
 
-    /// Measures it no further.
+    /// Measures the permit of this holder no further.
     pub(crate) fn forget_hold(&self, batch: &Batch) {
         self.0.hold_times.take_start(batch.holder());
     }

@@ -113,6 +113,13 @@ impl HoldTimes {
         limits.map(|limit| limit.samples.lock().longest.get()).max().unwrap_or(self.longest_lease)
     }
 
+    /// The time that calls under a limit usually take: the 90th percentile, or the lease if none is known.
+    pub(crate) fn usual(&self, id: LimitId) -> Span {
+        self.limit(id).map_or(self.longest_lease, |limit| {
+            Span::from_micros(limit.estimate.load(Ordering::Relaxed)).min(limit.lease)
+        })
+    }
+
     /// Replaces the wait for the end of a lease by the estimate, if that is shorter. A block isn't shortened.
     pub(crate) fn estimate_waits(&self, batch: &Batch, outcomes: &mut Outcomes) {
         let now = outcomes.now();

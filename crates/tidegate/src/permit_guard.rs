@@ -46,12 +46,16 @@ impl<S: Store, C: Clock> PermitGuard<S, C> {
     /// One client's kept permits have at most half of a limit that clients of other addresses share: beyond that,
     /// [`Gate::check`] refuses its further calls under the limit.
     ///
-    /// The permit is given back by the next check of this gate, or by [`Gate::maintain`].
+    /// The permit is given back by the next check of this gate under a limit on calls in flight, or by [`Gate::maintain`].
     pub fn keep(mut self) -> KeptPermit<S, C> {
         self.is_kept = true;
-        let mut batches = vec![mem::take(&mut self.own_keys)];
-        batches.append(&mut self.shared_keys);
-        self.gate.keep_permit(batches, self.ip)
+        self.gate.keep_permit(mem::take(&mut self.own_keys), mem::take(&mut self.shared_keys), self.ip)
+    }
+
+    /// Counts the call as one that its caller has abandoned, although it goes on. As with [`keep`](Self::keep), such a client
+    /// then has at most half of a limit that clients of other addresses share.
+    pub fn count_abandoned(&self) {
+        self.gate.count_abandoned_call(&self.own_keys, self.ip);
     }
 
     /// Gives the permit back for a call that caused no work. Its time doesn't count as that of a call.

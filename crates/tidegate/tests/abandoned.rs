@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use tidegate::clock::ManualClock;
 use tidegate::policy::{Policy, PolicySources, Query};
 use tidegate::store::Memory;
-use tidegate::{Decision, Gate, PermitGuard, Span};
+use tidegate::{Decision, Gate, PermitGuard, PermitId, Span};
 
 type MemoryGate = Gate<Memory, ManualClock>;
 
@@ -224,6 +224,77 @@ fn a_client_that_abandons_calls_has_half_of_a_limit() {
     assert!(begin(&gate, "203.0.113.1").is_ok());
     clock.advance(Span::from_secs(300));
     abandon(4);
+}
+
+#[test]
+fn calls_that_are_finished_count_towards_the_share() {
+    let (gate, ..) = gate(FOUR);
+    let finished: Vec<_> = (0..4).map(|_| begin(&gate, "203.0.113.1").unwrap()).collect();
+    finished.iter().for_each(PermitGuard::count_abandoned);
+    drop(finished);
+    assert_eq!(free_for(&gate, "203.0.113.1"), 2);
+    let finished = begin(&gate, "203.0.113.1").unwrap();
+    finished.count_abandoned();
+    assert_eq!(free_for(&gate, "203.0.113.1"), 1, "while it goes on");
+    assert_eq!(gate.kept_permits(), 0);
+}
+
+/// A client that always has a call under way isn't halved for longer than an idle one.
+#[test]
+fn a_busy_client_has_its_share_for_five_minutes() {
+    let (gate, clock, _) = gate(FOUR);
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    clock.advance(Span::from_secs(30));
+    let mut running = None;
+    for _ in 0..27 {
+        clock.advance(Span::from_secs(10));
+        running = Some(begin(&gate, "203.0.113.1").unwrap());
+    }
+    assert!(running.is_some());
+    assert_eq!(free_for(&gate, "203.0.113.1"), 3);
+}
+
+/// Programs that renew their permits over the decision API have the same share as others.
+#[test]
+fn renewed_calls_stay_in_the_share() {
+    let (gate, clock, _) = gate(FOUR);
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    clock.advance(Span::from_secs(30));
+    let client = query("203.0.113.1");
+    let permits = [(); 2].map(|()| gate.check_now(&client).unwrap().permit.unwrap());
+    for _ in 0..4 {
+        clock.advance(Span::from_secs(20));
+        for permit in permits {
+            assert!(block_on(gate.renew(&client, PermitId::new(permit))).unwrap());
+        }
+    }
+    assert!(!gate.check_now(&client).unwrap().allowed);
+}
+
+/// A client beyond its share is told when the next of its calls likely ends, and not a second again and again.
+#[test]
+fn the_wait_beyond_a_share_is_that_of_the_next_end() {
+    let (gate, clock, _) = gate(FOUR);
+    let slow = begin(&gate, "203.0.113.1").unwrap();
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    drop(slow.keep());
+    clock.advance(Span::from_secs(29));
+    let wait = || begin(&gate, "203.0.113.1").unwrap_err().retry_after.map(Span::as_secs_ceil);
+    assert_eq!(wait(), Some(1));
+    clock.advance(Span::from_secs(1));
+    let _running = [begin(&gate, "203.0.113.1").unwrap(), begin(&gate, "203.0.113.1").unwrap()];
+    assert_eq!(wait(), Some(30), "no call has ended yet, so a lease is the usual time");
+}
+
+/// A reset also ends the bound on all abandoned calls of a client.
+#[test]
+fn a_reset_ends_the_bound_of_a_client() {
+    let (gate, ..) = gate("[inbound.action.report]\nlimit = \"200 in flight\"\nkey = [\"action\"]\n");
+    let begun: Vec<_> = (0..64).map(|_| begin(&gate, "203.0.113.1").unwrap()).collect();
+    begun.into_iter().for_each(|permit| drop(permit.keep()));
+    assert!(begin(&gate, "203.0.113.1").is_err());
+    block_on(gate.reset(&query("203.0.113.1"))).unwrap();
+    assert!(begin(&gate, "203.0.113.1").is_ok());
 }
 
 /// A server on the same machine that doesn't tell its clients stands for many.

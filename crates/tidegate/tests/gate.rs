@@ -474,8 +474,10 @@ fn refused_clients_cost_no_readings_of_their_paths() {
         deny = ["192.0.2.0/24"]
         [inbound.action.rest]
         match = { path = "/*" }
-        limit = "1 per 60s"
-        penalty = { base = "10s", cap = "1h" }
+        limits = [
+            { name = "client", limit = "1 per 60s", penalty = { base = "10s", cap = "1h" } },
+            { name = "page", limit = "100 per 60s", key = ["path"] },
+        ]
         "#,
     );
     let unreadable = |ip: &str| Query { path: Some(&UNREADABLE), ip: Some(ip.parse().unwrap()), ..Query::default() };
@@ -494,6 +496,31 @@ fn refused_clients_cost_no_readings_of_their_paths() {
     assert!(gate.actions(&unreadable("203.0.113.8")).unwrap().path_error().is_some(), "another client");
     clock.advance(Span::from_millis(200));
     assert!(gate.actions(&client).unwrap().path_error().is_some(), "the block may end before the decision");
+}
+
+/// A call that is blocked while it runs gives back the permits of all readings of its path.
+#[test]
+fn permits_of_blocked_clients_are_released() {
+    let (gate, _) = gate(
+        r#"
+        [inbound.action.login]
+        match = { path = "/login" }
+        limit = "1 in flight"
+        [inbound.action.rest]
+        match = { path = "/*" }
+        limit = "2 per 60s"
+        penalty = { base = "10s", cap = "1h" }
+        "#,
+    );
+    let ip = Some("203.0.113.7".parse().unwrap());
+    let call = Query { path: Some("/login%2fx/.."), ip, ..Query::default() };
+    let other = Query { action: Some("login"), path: None, ..call };
+    let admitted = gate.check_now(&call).unwrap();
+    assert!(!gate.check_now(&other).unwrap().allowed, "the only permit is taken");
+    let rest = Query { path: Some("/x"), ..call };
+    assert!((0..3).any(|_| gate.check_now(&rest).unwrap().blocked));
+    drop(gate.hold_permit(&call, &admitted).unwrap());
+    assert!(gate.check_now(&other).unwrap().allowed);
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! client that abandons some are counted, and it is refused while it has half of a limit.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,7 +17,7 @@ use tidegate_store::Store;
 
 use super::{Gate, GateInner};
 
-/// The longest time for which a permit is kept after its call was abandoned. It is that of a lease, which is renewed once.
+/// The longest time for which a permit is kept after its call was abandoned: one lease, because it is renewed once.
 const MAX_KEPT_TIME: Span = Concurrency::DEFAULT_LEASE;
 /// The maximum number of calls that are kept or counted. The permits of further ones end with their lease.
 const MAX_CALLS: usize = 4096;
@@ -45,8 +46,7 @@ pub(super) struct KeptPermits {
 struct Calls {
     by_holder: HashMap<u64, CountedCall>,
     clients: HashMap<ClientKey, Client>,
-    /// The number of calls whose permits are kept, in all and of each client.
-    kept: usize,
+    /// The number of each client's calls whose permits are kept.
     kept_by_network: HashMap<IpAddr, usize>,
     /// The time of the next look for calls and clients that have ended.
     next_sweep: Time,
@@ -65,7 +65,7 @@ struct ClientKey {
 struct Client {
     calls: u64,
     counted_until: Time,
-    /// The likely end of the first of its abandoned calls.
+    /// The likely end of the first of its calls; zero after a change of them.
     retry_at: Time,
 }
 
@@ -98,6 +98,14 @@ impl CountedCall {
             _ => self.ends_at,
         }
     }
+
+    fn likely_end(&self, now: Time, usual_time: Span) -> Time {
+        match &self.abandoned {
+            Some(call) if call.likely_end > now => call.likely_end,
+            Some(_) => self.ends_at,
+            None => now + usual_time,
+        }
+    }
 }
 
 impl KeptPermits {
@@ -107,7 +115,8 @@ impl KeptPermits {
     }
 
     fn kept(&self) -> usize {
-        if self.is_active() { self.calls.lock().kept } else { 0 }
+        let is_kept = |call: &&CountedCall| call.abandoned.is_some();
+        if self.is_active() { self.calls.lock().by_holder.values().filter(is_kept).count() } else { 0 }
     }
 
     /// Takes the batches that give back the permits of the calls that are likely over.
@@ -134,33 +143,62 @@ impl Calls {
         for key in &call.clients {
             if let Some(client) = self.clients.get_mut(key) {
                 client.calls -= 1;
+                client.retry_at = Time::ZERO;
             }
         }
-        if call.abandoned.is_some() {
-            self.kept -= 1;
-            if let Some(network) = call.network
-                && let Some(count) = self.kept_by_network.get_mut(&network)
-            {
-                *count -= 1;
-                if *count == 0 {
-                    self.kept_by_network.remove(&network);
-                }
-            }
+        if let Some(network) = call.network.filter(|_| call.abandoned.is_some()) {
+            self.uncount_kept(network);
         }
         call.abandoned
     }
 
-    /// Counts a call of clients that are known already.
-    fn insert(&mut self, holder: u64, mut call: CountedCall) {
-        call.clients.retain(|key| self.clients.get_mut(key).map(|client| client.calls += 1).is_some());
-        if call.abandoned.is_some() {
-            self.kept += 1;
-            if let Some(network) = call.network {
-                *self.kept_by_network.entry(network).or_default() += 1;
+    fn uncount_kept(&mut self, network: IpAddr) {
+        if let Entry::Occupied(mut kept) = self.kept_by_network.entry(network) {
+            *kept.get_mut() -= 1;
+            if *kept.get() == 0 {
+                kept.remove();
             }
+        }
+    }
+
+    /// The client, if its calls are counted.
+    fn counted_client(&mut self, key: &ClientKey, now: Time) -> Option<&mut Client> {
+        self.clients.get_mut(key).filter(|client| client.counted_until > now)
+    }
+
+    /// Counts a call of the clients whose calls are counted.
+    fn insert(&mut self, holder: u64, mut call: CountedCall, now: Time) {
+        call.clients.retain(|key| {
+            let client = self.counted_client(key, now);
+            client.map(|client| (client.calls, client.retry_at) = (client.calls + 1, Time::ZERO)).is_some()
+        });
+        if let Some(network) = call.network.filter(|_| call.abandoned.is_some()) {
+            *self.kept_by_network.entry(network).or_default() += 1;
         }
         self.next_sweep = self.next_sweep.min(call.end());
         self.by_holder.insert(holder, call);
+    }
+
+    /// Counts the calls of these clients from now on, because they have abandoned one.
+    fn count_clients(&mut self, clients: &[ClientKey], now: Time) {
+        for key in clients {
+            if self.clients.len() >= MAX_CLIENTS && !self.clients.contains_key(key) {
+                self.clients.retain(|_, client| client.calls > 0);
+            }
+            if self.clients.len() < MAX_CLIENTS || self.clients.contains_key(key) {
+                self.clients.entry(*key).or_default().counted_until = now + COUNTED_TIME;
+            }
+        }
+    }
+
+    /// The likely end of the first call of a client. A call under way is expected to take as long as others.
+    fn retry_at(&mut self, key: &ClientKey, now: Time, usual_time: Span) -> Time {
+        let Some(client) = self.clients.get_mut(key) else { return now };
+        if client.retry_at <= now {
+            let calls = self.by_holder.values().filter(|call| call.clients.contains(key));
+            client.retry_at = calls.map(|call| call.likely_end(now, usual_time)).min().unwrap_or(now);
+        }
+        client.retry_at
     }
 }
 
@@ -216,27 +254,33 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// calls. Returns the refusal if the client has its share of a limit.
     #[cold]
     pub(super) fn count_abandoning_client(&self, batch: &Batch, ip: Option<IpAddr>) -> Option<Decision> {
-        if !batch.ops().iter().any(|op| self.permits(op.limit).is_some()) {
+        if !self.has_permits(batch) {
             return None;
         }
-        let GateInner { kept_permits, store, clock, .. } = &*self.0;
+        let GateInner { kept_permits, hold_times, store, clock, .. } = &*self.0;
         let (clients, now) = (self.client_keys(batch, ip), clock.now());
         let mut calls = kept_permits.calls.lock();
         let ended = kept_permits.take_ended(&mut calls, now);
-        let known = |key: &ClientKey| calls.clients.get(key).map(|client| (*key, client.calls, client.retry_at));
-        let known: Vec<_> = clients.iter().filter_map(known).collect();
         let network = clients.first().map(|key| key.network);
         let kept = network.and_then(|network| calls.kept_by_network.get(&network));
-        let beyond_share = if kept.is_some_and(|kept| *kept >= MAX_CALLS_OF_CLIENT) {
-            clients.first().map(|key| (*key, now + MAX_KEPT_TIME))
+        let (mut is_counted, mut beyond_share) = (false, None);
+        if kept.is_some_and(|kept| *kept >= MAX_CALLS_OF_CLIENT) {
+            beyond_share = clients.first().map(|key| (*key, now + MAX_KEPT_TIME));
         } else {
-            let beyond = known.iter().find(|(key, calls, _)| *calls >= self.share(key.limit));
-            beyond.map(|(key, _, retry_at)| (*key, *retry_at))
-        };
+            for key in &clients {
+                let Some(client) = calls.counted_client(key, now) else { continue };
+                is_counted = true;
+                if client.calls >= self.share(key.limit) {
+                    let usual_time = hold_times.usual(key.limit);
+                    beyond_share = Some((*key, calls.retry_at(key, now, usual_time)));
+                    break;
+                }
+            }
+        }
         let takes = batch.ops().first().is_some_and(|op| op.verb == Verb::Take);
-        if takes && beyond_share.is_none() && !known.is_empty() && calls.by_holder.len() < MAX_CALLS {
+        if takes && beyond_share.is_none() && is_counted && calls.by_holder.len() < MAX_CALLS {
             let ends_at = now + Concurrency::DEFAULT_LEASE;
-            calls.insert(batch.holder(), CountedCall { clients, network, ends_at, abandoned: None });
+            calls.insert(batch.holder(), CountedCall { clients, network, ends_at, abandoned: None }, now);
         }
         drop(calls);
         ended.iter().for_each(|batch| store.submit(batch, now));
@@ -259,13 +303,23 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let is_reset = |key: &ClientKey| reset.ops().iter().any(|op| (op.limit, op.key) == (key.limit, key.key));
         let calls = &mut *self.0.kept_permits.calls.lock();
         calls.clients.retain(|key, _| !is_reset(key));
-        calls.by_holder.values_mut().for_each(|call| call.clients.retain(|key| !is_reset(key)));
+        let mut kept_networks = Vec::new();
+        for call in calls.by_holder.values_mut() {
+            let counted = call.clients.len();
+            call.clients.retain(|key| !is_reset(key));
+            if call.clients.len() < counted && call.abandoned.is_some() {
+                kept_networks.extend(call.network.take());
+            }
+        }
+        kept_networks.into_iter().for_each(|network| calls.uncount_kept(network));
     }
 
-    /// Counts a call of this holder no more.
+    /// Counts the call of this batch no more.
     #[cold]
-    pub(super) fn uncount_call(&self, holder: u64) {
-        self.0.kept_permits.calls.lock().remove(holder);
+    pub(super) fn uncount_call(&self, batch: &Batch) {
+        if self.has_permits(batch) {
+            self.0.kept_permits.calls.lock().remove(batch.holder());
+        }
     }
 
     /// Counts the call of this holder for another lease.
@@ -278,42 +332,46 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// Keeps the permit of an abandoned call, which these batches renew. The first is that of the caller's own keys.
-    pub(crate) fn keep_permit(&self, mut batches: Vec<Batch>, ip: Option<IpAddr>) -> KeptPermit<S, C> {
+    /// Counts a call that goes on without its caller, and the further calls of its client.
+    pub(crate) fn count_abandoned_call(&self, batch: &Batch, ip: Option<IpAddr>) {
+        let GateInner { kept_permits, clock, .. } = &*self.0;
+        let (clients, now) = (self.client_keys(batch, ip), clock.now());
+        let calls = &mut *kept_permits.calls.lock();
+        calls.remove(batch.holder());
+        if calls.by_holder.len() < MAX_CALLS {
+            kept_permits.is_active.store(true, Ordering::Relaxed);
+            calls.count_clients(&clients, now);
+            let ends_at = now + Concurrency::DEFAULT_LEASE;
+            calls.insert(batch.holder(), CountedCall { clients, network: None, ends_at, abandoned: None }, now);
+        }
+    }
+
+    /// Keeps the permit of an abandoned call. These batches renew it under its own and under shared keys.
+    pub(crate) fn keep_permit(&self, own: Batch, shared: Vec<Batch>, ip: Option<IpAddr>) -> KeptPermit<S, C> {
         let GateInner { kept_permits, hold_times, clock, store, .. } = &*self.0;
-        let now = clock.now();
-        let (holder, clients) =
-            batches.first().map_or((0, Vec::new()), |own| (own.holder(), self.client_keys(own, ip)));
+        let (holder, clients, now) = (own.holder(), self.client_keys(&own, ip), clock.now());
         let started_at = hold_times.take_start(holder);
-        let longest = batches.first().map_or(Span::ZERO, |own| hold_times.longest(own));
+        let longest = hold_times.longest(&own);
         let ends_at = now + MAX_KEPT_TIME;
-        for batch in &mut batches {
+        let mut releases = vec![own];
+        releases.extend(shared);
+        for batch in &mut releases {
             store.submit(batch, now);
             batch.ops_mut().iter_mut().for_each(|op| op.verb = Verb::Release);
         }
         let calls = &mut *kept_permits.calls.lock();
-        let has_abandoned = |key| calls.clients.get(key).is_some_and(|client: &Client| client.counted_until > now);
         // A client that abandons several calls may choose those that take longest.
-        let likely_end = match clients.iter().any(has_abandoned) {
+        let likely_end = match clients.iter().any(|key| calls.counted_client(key, now).is_some()) {
             true => ends_at,
             false => (started_at.unwrap_or(now) + longest).min(ends_at),
         };
         calls.remove(holder);
         if calls.by_holder.len() < MAX_CALLS {
             kept_permits.is_active.store(true, Ordering::Relaxed);
-            for key in &clients {
-                if calls.clients.len() >= MAX_CLIENTS && !calls.clients.contains_key(key) {
-                    calls.clients.retain(|_, client| client.calls > 0);
-                }
-                if calls.clients.len() < MAX_CLIENTS || calls.clients.contains_key(key) {
-                    let client = calls.clients.entry(*key).or_default();
-                    client.counted_until = now + COUNTED_TIME;
-                    client.retry_at = if client.retry_at > now { client.retry_at.min(likely_end) } else { likely_end };
-                }
-            }
-            let abandoned = AbandonedCall { started_at, releases: batches, likely_end, is_observed: true };
+            calls.count_clients(&clients, now);
+            let abandoned = Some(AbandonedCall { started_at, releases, likely_end, is_observed: true });
             let network = clients.first().map(|key| key.network);
-            calls.insert(holder, CountedCall { clients, network, ends_at, abandoned: Some(abandoned) });
+            calls.insert(holder, CountedCall { clients, network, ends_at, abandoned }, now);
         }
         KeptPermit { gate: self.clone(), holder }
     }
@@ -326,6 +384,10 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let Some(network) = client.map(|ip| plan.client_network(ip)) else { return Vec::new() };
         let ops = batch.ops().iter().filter(|op| self.permits(op.limit).is_some() && !plan.is_shadow(op.limit));
         ops.map(|op| ClientKey { limit: op.limit, key: op.key, network }).collect()
+    }
+
+    fn has_permits(&self, batch: &Batch) -> bool {
+        batch.ops().iter().any(|op| self.permits(op.limit).is_some())
     }
 
     /// The maximum number of calls in flight; `None` for another kind of limit.

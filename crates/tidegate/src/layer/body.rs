@@ -26,6 +26,8 @@ pub(super) struct RenewedPermit {
 trait RenewablePermit: Send + Sync {
     /// Ends the permit of a call that is over, or was abandoned.
     fn end(&self, is_over: bool);
+    /// Counts the call as one that its client has abandoned, although it goes on.
+    fn count_abandoned(&self);
 }
 
 impl<S: Store, C: Clock> RenewablePermit for Mutex<Option<PermitGuard<S, C>>> {
@@ -34,6 +36,12 @@ impl<S: Store, C: Clock> RenewablePermit for Mutex<Option<PermitGuard<S, C>>> {
             Some(guard) if is_over => drop(guard),
             Some(guard) => drop(guard.keep()),
             None => {}
+        }
+    }
+
+    fn count_abandoned(&self) {
+        if let Some(guard) = &*self.lock() {
+            guard.count_abandoned();
         }
     }
 }
@@ -52,6 +60,11 @@ impl RenewedPermit {
             }
         });
         Self { permit, renewal_task: task.abort_handle(), is_over: false }
+    }
+
+    /// Counts the call as one that its client has abandoned, although it goes on.
+    pub(super) fn count_abandoned(&self) {
+        self.permit.count_abandoned();
     }
 
     /// Notes that the service has answered, or failed.

@@ -45,6 +45,7 @@ impl<F: Future + Send + 'static> Drop for FinishedCall<F> {
         let Some((call, mut permit)) = self.call.take().filter(|_| !std::thread::panicking()) else { return };
         if let (Ok(runtime), Ok(place)) = (Handle::try_current(), FINISHING.try_acquire()) {
             let timeout = self.timeout;
+            permit.count_abandoned();
             runtime.spawn(async move {
                 let _place = place;
                 if tokio::time::timeout(timeout, call).await.is_ok() {
