@@ -85,7 +85,10 @@ fn check_notes_listeners_that_serve_no_client_of_a_load_balancer() {
         String::from_utf8(output.stdout).unwrap()
     };
     let out = check("[admin]\nproxy_protocol = \"127.0.0.1\"\n");
-    assert!(out.contains("note: without `admin.token`, only clients on this machine are served"), "{out}");
+    assert!(
+        out.contains("note: ") && out.contains("without `admin.token`, only clients on this machine are served"),
+        "{out}"
+    );
     for fine in [
         "[admin]\nproxy_protocol = \"127.0.0.1\"\ntoken = \"env:A\"\n",
         "[admin]\nproxy_protocol = \"127.0.0.1\"\ntokens = { ops = \"env:A\" }\n",
