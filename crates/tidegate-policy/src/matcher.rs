@@ -87,9 +87,10 @@ fn all_covered<T>(own: &[T], later: &[T], covers: impl Fn(&T, &T) -> bool) -> bo
     own.is_empty() || !later.is_empty() && later.iter().all(is_covered)
 }
 
+/// Several servers take `post` for `POST`, so the case makes no difference.
 #[inline]
 fn is_method_match(own: &Method, method: &str) -> bool {
-    own.as_str() == method || *own == Method::GET && method == "HEAD"
+    own.as_str().eq_ignore_ascii_case(method) || *own == Method::GET && method.eq_ignore_ascii_case("HEAD")
 }
 
 /// Methods as bits, so that a test is one instruction. All methods beyond the registered ones share a bit; if that
@@ -126,9 +127,15 @@ impl MethodSet {
             Some("PATCH") => 6,
             Some("TRACE") => 7,
             Some("CONNECT") => 8,
-            Some(_) => return Self::OTHER,
+            Some(other) => return Self::from_unusual_method(other),
         };
         Self(1 << place)
+    }
+
+    #[cold]
+    fn from_unusual_method(method: &str) -> Self {
+        let capitals = method.to_ascii_uppercase();
+        if capitals == method { Self::OTHER } else { Self::from_method(Some(&capitals)) }
     }
 
     /// True if a request's method is among these; `None` if the bits can't decide.
@@ -354,7 +361,7 @@ mod tests {
         let of = |methods: &[Method]| Matcher { methods: methods.to_vec(), paths: Vec::new(), hosts: Vec::new() };
         let (get, head, post) = (of(&[Method::GET]), of(&[Method::HEAD]), of(&[Method::POST]));
         assert!(get.matches_method(Some("GET")) && get.matches_method(Some("HEAD")));
-        assert!(!get.matches_method(Some("head")) && !get.matches_method(Some("POST")) && !get.matches_method(None));
+        assert!(get.matches_method(Some("head")) && !get.matches_method(Some("POST")) && !get.matches_method(None));
         assert!(!head.matches_method(Some("GET")) && !post.matches_method(Some("HEAD")));
         assert!(get.covers(&head) && !head.covers(&get) && !post.covers(&head));
         assert!(get.covers(&of(&[Method::GET, Method::HEAD])));

@@ -333,7 +333,7 @@ mod tests {
         for (method, host, path, indexes) in [
             ("POST", "x", "/login", &[0][..]),
             ("POST", "x", "//x/../%6cogin/?a", &[0, 4]),
-            ("post", "x", "/login", &[6]),
+            ("post", "x", "/login", &[0]),
             ("GET", "x", "/login", &[6]),
             ("GET", "ADMIN.example:80", "/login", &[5]),
             ("POST", "x", "/api/v1", &[1]),

@@ -109,6 +109,24 @@ fn one_client_has_a_bounded_number_of_abandoned_calls() {
     assert!(keep("203.0.113.1", 300));
 }
 
+/// Calls that a client begins before it abandons the first one fill no table and end no share.
+#[test]
+fn a_client_is_not_forgotten_for_its_other_keys() {
+    let (gate, clock, _) = gate(&format!("{FOUR}[inbound.action.page]\nlimit = \"4 in flight\"\nkey = [\"key\"]\n"));
+    let begin_keyed = |key: usize| {
+        let key = key.to_string();
+        let query = Query { action: Some("page"), key: Some(&key), ..query("203.0.113.1") };
+        let decision = gate.check_now(&query).unwrap();
+        gate.hold_permit(&query, &decision).unwrap().unwrap()
+    };
+    let begun: Vec<_> = (0..2_000).map(begin_keyed).collect();
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    begun.into_iter().for_each(|permit| drop(permit.keep()));
+    assert_eq!(gate.kept_permits(), 64);
+    clock.advance(Span::from_secs(31));
+    assert_eq!(free_for(&gate, "203.0.113.1"), 2);
+}
+
 /// Calls that get 400 take a permit of `inbound.global` for a moment, which tells nothing about the time of calls.
 #[test]
 fn calls_that_cant_be_counted_shorten_no_estimate() {

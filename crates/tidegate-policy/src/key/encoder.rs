@@ -39,7 +39,7 @@ pub(super) fn encode_part(
         }
         KeyPart::Cookie(name) => encoder.part(19, values::single_cookie_value(query.headers?, name)?),
         KeyPart::QueryParameter(name) => encoder.part(20, values::single_parameter_value(query.path?, name)?),
-        KeyPart::Method => encoder.part(21, query.method?.as_bytes()),
+        KeyPart::Method => encoder.lowercase_part(21, query.method?.as_bytes()),
         KeyPart::Host => encoder.lowercase_part(22, bare_host(query.host?).as_bytes()),
         KeyPart::Action => encoder.part(26, &[]),
         KeyPart::ClientCertificate => encoder.part(25, query.client_certificate?.as_bytes()),

@@ -19,7 +19,7 @@ setting_keys! {
     /// The keys of a `match`. Its reader parses their items.
     MATCH: MatchKeys {
         method: () = "", Custom(Strings, "a method such as \"POST\", or a list of them", |_, _, _| Some(())),
-            "the methods that it matches, HEAD with GET; default any";
+            "the methods that it matches, in any case, HEAD with GET; default any";
         path: () = "",
             Custom(Strings, "a path such as \"/login\" or \"/api/*\", or a list of them", |_, _, _| Some(())),
             "the paths that it matches, such as /login or /api/*; default any";

@@ -21,10 +21,10 @@ use super::{Gate, GateInner};
 const MAX_KEPT_TIME: Span = Concurrency::DEFAULT_LEASE;
 /// The maximum number of calls that are kept or counted. The permits of further ones end with their lease.
 const MAX_CALLS: usize = 4096;
-/// The maximum number of clients under limits whose calls are counted. Further ones have no share.
+/// The maximum number of clients whose calls are counted. Further ones have no share.
 const MAX_CLIENTS: usize = 1024;
-/// The maximum number of one client's abandoned calls, under all limits and keys. With more, its calls are refused: it could
-/// otherwise take all places by calls with keys that it invents.
+/// The maximum number of one client's abandoned calls that are kept, under all limits and keys. With so many, its calls are
+/// refused: it could otherwise take all places by calls with keys that it invents.
 const MAX_CALLS_OF_CLIENT: usize = 64;
 /// The time for which the calls of a client are counted after it has abandoned one. Ten times the longest for which a permit
 /// is kept: calls that a client begins before it abandons the first one are not counted, and it may repeat that.
@@ -45,36 +45,43 @@ pub(super) struct KeptPermits {
 #[derive(Debug, Default)]
 struct Calls {
     by_holder: HashMap<u64, CountedCall>,
-    clients: HashMap<ClientKey, Client>,
-    /// The number of each client's calls whose permits are kept.
-    kept_by_network: HashMap<IpAddr, usize>,
+    /// By its address or network, each client that has abandoned a call, under whatever limit and key: so it can't be
+    /// forgotten for calls with other keys.
+    clients: HashMap<IpAddr, Client>,
+    /// The counted calls of these clients under each limit.
+    shares: HashMap<ShareKey, Share>,
     /// The time of the next look for calls and clients that have ended.
     next_sweep: Time,
 }
 
+#[derive(Debug, Default)]
+struct Client {
+    counted_until: Time,
+    /// The number of its calls whose permits are kept.
+    kept: usize,
+}
+
 /// A client under a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct ClientKey {
+struct ShareKey {
     limit: LimitId,
     key: Key,
-    /// The client's address or network, as limits count it.
-    network: IpAddr,
+    client: IpAddr,
 }
 
 #[derive(Debug, Default)]
-struct Client {
+struct Share {
     calls: u64,
-    counted_until: Time,
-    /// The likely end of the first of its calls; zero after a change of them.
+    /// The likely end of the first of them; zero after a change.
     retry_at: Time,
 }
 
 /// A call that is under way or abandoned.
 #[derive(Debug)]
 struct CountedCall {
-    clients: Vec<ClientKey>,
-    /// The client's address or network, if it is counted.
-    network: Option<IpAddr>,
+    shares: Vec<ShareKey>,
+    /// The client in whose number of kept calls it is.
+    kept_of: Option<IpAddr>,
     /// The end of its permit, unless it is renewed.
     ends_at: Time,
     abandoned: Option<AbandonedCall>,
@@ -128,7 +135,7 @@ impl KeptPermits {
             calls.by_holder.iter().filter(|(_, call)| call.end() <= now).map(|(holder, _)| *holder).collect();
         let releases = ended.into_iter().filter_map(|holder| calls.remove(holder)).flat_map(|call| call.releases);
         let releases = releases.collect();
-        calls.clients.retain(|_, client| client.calls > 0 || client.counted_until > now);
+        calls.clients.retain(|_, client| client.kept > 0 || client.counted_until > now);
         let ends = calls.by_holder.values().map(CountedCall::end);
         let next = ends.chain(calls.clients.values().map(|client| client.counted_until).filter(|at| *at > now)).min();
         calls.next_sweep = next.unwrap_or(Time::NEVER);
@@ -138,67 +145,60 @@ impl KeptPermits {
 }
 
 impl Calls {
-    fn remove(&mut self, holder: u64) -> Option<AbandonedCall> {
-        let call = self.by_holder.remove(&holder)?;
-        for key in &call.clients {
-            if let Some(client) = self.clients.get_mut(key) {
-                client.calls -= 1;
-                client.retry_at = Time::ZERO;
-            }
-        }
-        if let Some(network) = call.network.filter(|_| call.abandoned.is_some()) {
-            self.uncount_kept(network);
-        }
-        call.abandoned
+    /// True if the calls of this client are counted, because it has abandoned one in the last minutes.
+    fn counts(&self, client: IpAddr, now: Time) -> bool {
+        self.clients.get(&client).is_some_and(|client| client.counted_until > now)
     }
 
-    fn uncount_kept(&mut self, network: IpAddr) {
-        if let Entry::Occupied(mut kept) = self.kept_by_network.entry(network) {
-            *kept.get_mut() -= 1;
-            if *kept.get() == 0 {
-                kept.remove();
-            }
+    /// Counts the calls of a client from now on. Returns false if there is no room.
+    fn count_client(&mut self, client: IpAddr, now: Time) -> bool {
+        if self.clients.len() >= MAX_CLIENTS && !self.clients.contains_key(&client) {
+            self.clients.retain(|_, client| client.kept > 0);
         }
+        let has_room = self.clients.len() < MAX_CLIENTS || self.clients.contains_key(&client);
+        if has_room {
+            self.clients.entry(client).or_default().counted_until = now + COUNTED_TIME;
+        }
+        has_room
     }
 
-    /// The client, if its calls are counted.
-    fn counted_client(&mut self, key: &ClientKey, now: Time) -> Option<&mut Client> {
-        self.clients.get_mut(key).filter(|client| client.counted_until > now)
-    }
-
-    /// Counts a call of the clients whose calls are counted.
-    fn insert(&mut self, holder: u64, mut call: CountedCall, now: Time) {
-        call.clients.retain(|key| {
-            let client = self.counted_client(key, now);
-            client.map(|client| (client.calls, client.retry_at) = (client.calls + 1, Time::ZERO)).is_some()
-        });
-        if let Some(network) = call.network.filter(|_| call.abandoned.is_some()) {
-            *self.kept_by_network.entry(network).or_default() += 1;
+    fn insert(&mut self, holder: u64, call: CountedCall) {
+        for key in &call.shares {
+            let share = self.shares.entry(*key).or_default();
+            (share.calls, share.retry_at) = (share.calls + 1, Time::ZERO);
+        }
+        if let Some(client) = call.kept_of.and_then(|client| self.clients.get_mut(&client)) {
+            client.kept += 1;
         }
         self.next_sweep = self.next_sweep.min(call.end());
         self.by_holder.insert(holder, call);
     }
 
-    /// Counts the calls of these clients from now on, because they have abandoned one.
-    fn count_clients(&mut self, clients: &[ClientKey], now: Time) {
-        for key in clients {
-            if self.clients.len() >= MAX_CLIENTS && !self.clients.contains_key(key) {
-                self.clients.retain(|_, client| client.calls > 0);
-            }
-            if self.clients.len() < MAX_CLIENTS || self.clients.contains_key(key) {
-                self.clients.entry(*key).or_default().counted_until = now + COUNTED_TIME;
+    fn remove(&mut self, holder: u64) -> Option<AbandonedCall> {
+        let call = self.by_holder.remove(&holder)?;
+        for key in &call.shares {
+            if let Entry::Occupied(mut share) = self.shares.entry(*key) {
+                let Share { calls, retry_at } = share.get_mut();
+                (*calls, *retry_at) = (*calls - 1, Time::ZERO);
+                if *calls == 0 {
+                    share.remove();
+                }
             }
         }
+        if let Some(client) = call.kept_of.and_then(|client| self.clients.get_mut(&client)) {
+            client.kept -= 1;
+        }
+        call.abandoned
     }
 
-    /// The likely end of the first call of a client. A call under way is expected to take as long as others.
-    fn retry_at(&mut self, key: &ClientKey, now: Time, usual_time: Span) -> Time {
-        let Some(client) = self.clients.get_mut(key) else { return now };
-        if client.retry_at <= now {
-            let calls = self.by_holder.values().filter(|call| call.clients.contains(key));
-            client.retry_at = calls.map(|call| call.likely_end(now, usual_time)).min().unwrap_or(now);
+    /// The likely end of the first call of a share. A call under way is expected to take as long as others.
+    fn retry_at(&mut self, key: &ShareKey, now: Time, usual_time: Span) -> Time {
+        let Some(share) = self.shares.get_mut(key) else { return now };
+        if share.retry_at <= now {
+            let calls = self.by_holder.values().filter(|call| call.shares.contains(key));
+            share.retry_at = calls.map(|call| call.likely_end(now, usual_time)).min().unwrap_or(now);
         }
-        client.retry_at
+        share.retry_at
     }
 }
 
@@ -258,29 +258,26 @@ impl<S: Store, C: Clock> Gate<S, C> {
             return None;
         }
         let GateInner { kept_permits, hold_times, store, clock, .. } = &*self.0;
-        let (clients, now) = (self.client_keys(batch, ip), clock.now());
+        let (client, now) = (self.client(ip), clock.now());
         let mut calls = kept_permits.calls.lock();
         let ended = kept_permits.take_ended(&mut calls, now);
-        let network = clients.first().map(|key| key.network);
-        let kept = network.and_then(|network| calls.kept_by_network.get(&network));
-        let (mut is_counted, mut beyond_share) = (false, None);
-        if kept.is_some_and(|kept| *kept >= MAX_CALLS_OF_CLIENT) {
-            beyond_share = clients.first().map(|key| (*key, now + MAX_KEPT_TIME));
-        } else {
-            for key in &clients {
-                let Some(client) = calls.counted_client(key, now) else { continue };
-                is_counted = true;
-                if client.calls >= self.share(key.limit) {
-                    let usual_time = hold_times.usual(key.limit);
-                    beyond_share = Some((*key, calls.retry_at(key, now, usual_time)));
-                    break;
+        let mut beyond_share = None;
+        if let Some(client) = client.filter(|client| calls.counts(*client, now)) {
+            let shares = self.share_keys(batch, client);
+            if calls.clients.get(&client).is_some_and(|client| client.kept >= MAX_CALLS_OF_CLIENT) {
+                beyond_share = shares.first().map(|key| (*key, now + MAX_KEPT_TIME));
+            } else {
+                let is_beyond =
+                    |key: &&ShareKey| calls.shares.get(key).is_some_and(|share| share.calls >= self.share(key.limit));
+                if let Some(key) = shares.iter().find(is_beyond) {
+                    beyond_share = Some((*key, calls.retry_at(key, now, hold_times.usual(key.limit))));
                 }
             }
-        }
-        let takes = batch.ops().first().is_some_and(|op| op.verb == Verb::Take);
-        if takes && beyond_share.is_none() && is_counted && calls.by_holder.len() < MAX_CALLS {
-            let ends_at = now + Concurrency::DEFAULT_LEASE;
-            calls.insert(batch.holder(), CountedCall { clients, network, ends_at, abandoned: None }, now);
+            let takes = batch.ops().first().is_some_and(|op| op.verb == Verb::Take);
+            if takes && beyond_share.is_none() && calls.by_holder.len() < MAX_CALLS {
+                let ends_at = now + Concurrency::DEFAULT_LEASE;
+                calls.insert(batch.holder(), CountedCall { shares, kept_of: None, ends_at, abandoned: None });
+            }
         }
         drop(calls);
         ended.iter().for_each(|batch| store.submit(batch, now));
@@ -300,18 +297,20 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     /// Forgets what clients have of these limits, because their keys were reset.
     pub(super) fn forget_shares(&self, reset: &Batch) {
-        let is_reset = |key: &ClientKey| reset.ops().iter().any(|op| (op.limit, op.key) == (key.limit, key.key));
-        let calls = &mut *self.0.kept_permits.calls.lock();
-        calls.clients.retain(|key, _| !is_reset(key));
-        let mut kept_networks = Vec::new();
-        for call in calls.by_holder.values_mut() {
-            let counted = call.clients.len();
-            call.clients.retain(|key| !is_reset(key));
-            if call.clients.len() < counted && call.abandoned.is_some() {
-                kept_networks.extend(call.network.take());
+        let is_reset = |key: &ShareKey| reset.ops().iter().any(|op| (op.limit, op.key) == (key.limit, key.key));
+        let Calls { by_holder, clients, shares, .. } = &mut *self.0.kept_permits.calls.lock();
+        for key in shares.keys().filter(|key| is_reset(key)) {
+            if let Some(client) = clients.get_mut(&key.client) {
+                client.counted_until = Time::ZERO;
             }
         }
-        kept_networks.into_iter().for_each(|network| calls.uncount_kept(network));
+        shares.retain(|key, _| !is_reset(key));
+        for call in by_holder.values_mut().filter(|call| call.shares.iter().any(is_reset)) {
+            call.shares.retain(|key| !is_reset(key));
+            if let Some(client) = call.kept_of.take().and_then(|client| clients.get_mut(&client)) {
+                client.kept -= 1;
+            }
+        }
     }
 
     /// Counts the call of this batch no more.
@@ -335,21 +334,21 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// Counts a call that goes on without its caller, and the further calls of its client.
     pub(crate) fn count_abandoned_call(&self, batch: &Batch, ip: Option<IpAddr>) {
         let GateInner { kept_permits, clock, .. } = &*self.0;
-        let (clients, now) = (self.client_keys(batch, ip), clock.now());
+        let (Some(client), now) = (self.client(ip), clock.now()) else { return };
         let calls = &mut *kept_permits.calls.lock();
         calls.remove(batch.holder());
-        if calls.by_holder.len() < MAX_CALLS {
+        if calls.by_holder.len() < MAX_CALLS && calls.count_client(client, now) {
             kept_permits.is_active.store(true, Ordering::Relaxed);
-            calls.count_clients(&clients, now);
-            let ends_at = now + Concurrency::DEFAULT_LEASE;
-            calls.insert(batch.holder(), CountedCall { clients, network: None, ends_at, abandoned: None }, now);
+            let (shares, ends_at) = (self.share_keys(batch, client), now + Concurrency::DEFAULT_LEASE);
+            calls.insert(batch.holder(), CountedCall { shares, kept_of: None, ends_at, abandoned: None });
         }
     }
 
     /// Keeps the permit of an abandoned call. These batches renew it under its own and under shared keys.
     pub(crate) fn keep_permit(&self, own: Batch, shared: Vec<Batch>, ip: Option<IpAddr>) -> KeptPermit<S, C> {
         let GateInner { kept_permits, hold_times, clock, store, .. } = &*self.0;
-        let (holder, clients, now) = (own.holder(), self.client_keys(&own, ip), clock.now());
+        let (holder, client, now) = (own.holder(), self.client(ip), clock.now());
+        let shares = client.map_or_else(Vec::new, |client| self.share_keys(&own, client));
         let started_at = hold_times.take_start(holder);
         let longest = hold_times.longest(&own);
         let ends_at = now + MAX_KEPT_TIME;
@@ -361,29 +360,33 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
         let calls = &mut *kept_permits.calls.lock();
         // A client that abandons several calls may choose those that take longest.
-        let likely_end = match clients.iter().any(|key| calls.counted_client(key, now).is_some()) {
+        let likely_end = match client.is_some_and(|client| calls.counts(client, now)) {
             true => ends_at,
             false => (started_at.unwrap_or(now) + longest).min(ends_at),
         };
         calls.remove(holder);
-        if calls.by_holder.len() < MAX_CALLS {
+        let kept = client.and_then(|client| calls.clients.get(&client)).map_or(0, |client| client.kept);
+        if calls.by_holder.len() < MAX_CALLS && kept < MAX_CALLS_OF_CLIENT {
             kept_permits.is_active.store(true, Ordering::Relaxed);
-            calls.count_clients(&clients, now);
+            let kept_of = client.filter(|client| calls.count_client(*client, now));
+            let shares = if kept_of.is_some() { shares } else { Vec::new() };
             let abandoned = Some(AbandonedCall { started_at, releases, likely_end, is_observed: true });
-            let network = clients.first().map(|key| key.network);
-            calls.insert(holder, CountedCall { clients, network, ends_at, abandoned }, now);
+            calls.insert(holder, CountedCall { shares, kept_of, ends_at, abandoned });
         }
         KeptPermit { gate: self.clone(), holder }
     }
 
-    /// The client of a call under each of its limits on calls in flight. Servers on this machine that don't tell their clients
-    /// aren't one.
-    fn client_keys(&self, batch: &Batch, ip: Option<IpAddr>) -> Vec<ClientKey> {
-        let plan = &self.0.plan;
+    /// The client of a call. Servers on this machine that don't tell their clients aren't one.
+    fn client(&self, ip: Option<IpAddr>) -> Option<IpAddr> {
         let client = ip.map(canonical_ip).filter(|ip| !ip.is_loopback() && *ip != UNIX_PEER);
-        let Some(network) = client.map(|ip| plan.client_network(ip)) else { return Vec::new() };
+        client.map(|ip| self.0.plan.client_network(ip))
+    }
+
+    /// The client under each of its limits on calls in flight.
+    fn share_keys(&self, batch: &Batch, client: IpAddr) -> Vec<ShareKey> {
+        let plan = &self.0.plan;
         let ops = batch.ops().iter().filter(|op| self.permits(op.limit).is_some() && !plan.is_shadow(op.limit));
-        ops.map(|op| ClientKey { limit: op.limit, key: op.key, network }).collect()
+        ops.map(|op| ShareKey { limit: op.limit, key: op.key, client }).collect()
     }
 
     fn has_permits(&self, batch: &Batch) -> bool {
