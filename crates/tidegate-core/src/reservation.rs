@@ -228,7 +228,7 @@ impl ReservationQueue {
     }
 
     /// Ends the forfeit of a caller that was just admitted, unless the call costs less.
-    fn pardon(&mut self, caller: u64, cost: u64) {
+    fn end_forfeits(&mut self, caller: u64, cost: u64) {
         self.forfeits.retain(|forfeit| forfeit.caller != caller || cost == 0 || cost < forfeit.cost);
     }
 

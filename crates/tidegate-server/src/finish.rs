@@ -28,7 +28,7 @@ type Sent = Result<Response<UpstreamBody>, UpstreamError>;
 type Sending = Pin<Box<dyn Future<Output = Sent> + Send>>;
 
 /// A request under way, which is finished if it is dropped.
-pub(crate) struct FinishedCall {
+pub(crate) struct FinishOnDrop {
     /// `None` once it has its response, or must not be finished.
     call: Option<(Sending, PermitHandle)>,
     watch: Arc<ConnectionWatch>,
@@ -36,7 +36,7 @@ pub(crate) struct FinishedCall {
     timeout: Duration,
 }
 
-impl FinishedCall {
+impl FinishOnDrop {
     /// Returns a call that is finished within this time after its client has gone away.
     pub(crate) fn new(
         sending: impl Future<Output = Sent> + Send + 'static,
@@ -60,7 +60,7 @@ impl FinishedCall {
     }
 }
 
-impl Drop for FinishedCall {
+impl Drop for FinishOnDrop {
     fn drop(&mut self) {
         // The rest of a body went away with its client.
         if !(self.has_body && self.watch.body.is_uploading.get())

@@ -26,7 +26,7 @@ use tidegate_policy::{
 };
 
 use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, Upload};
-use crate::finish::FinishedCall;
+use crate::finish::FinishOnDrop;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, set_connection_close};
@@ -430,7 +430,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             && let Some(held) = permit.take()
         {
             let sending = send_request(upstream, request, work);
-            let call = FinishedCall::new(sending, held, Arc::clone(&self.watch), has_body, timeout);
+            let call = FinishOnDrop::new(sending, held, Arc::clone(&self.watch), has_body, timeout);
             let sent;
             (sent, *permit) = call.response().await;
             return sent.unwrap_or(Err(UpstreamError::Timeout));

@@ -27,7 +27,7 @@ use tower_service::Service;
 
 pub use self::body::GateBody;
 use self::body::RenewedPermit;
-use self::finish::FinishedCall;
+use self::finish::FinishOnDrop;
 use crate::reply::Replies;
 use crate::{CheckError, DecisionReport, Gate};
 
@@ -315,7 +315,7 @@ where
             let request = Request::from_parts(parts, body);
             let (response, permit) = match (permit, layer.finish_timeout) {
                 (Some(permit), Some(timeout)) => {
-                    let (response, permit) = FinishedCall::new(inner.call(request), permit, timeout).await;
+                    let (response, permit) = FinishOnDrop::new(inner.call(request), permit, timeout).await;
                     (response?, Some(permit))
                 }
                 (Some(mut permit), None) => {

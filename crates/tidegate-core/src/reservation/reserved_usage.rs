@@ -268,7 +268,7 @@ impl ReservedUsage {
             (None, _) => outcome.record_charge(op.cost),
         }
         if batch.caller != 0 {
-            self.queue.pardon(batch.caller, op.cost);
+            self.queue.end_forfeits(batch.caller, op.cost);
         }
         if let Some(index) = self.upcoming_of(batch.caller, now).filter(|_| used.is_none()) {
             let reservation = &mut self.queue.reservations[index];

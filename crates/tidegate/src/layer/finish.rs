@@ -16,19 +16,19 @@ const MAX_FINISHING: usize = 1024;
 static FINISHING: Semaphore = Semaphore::const_new(MAX_FINISHING);
 
 /// A call with a permit, which is finished within a time if it is dropped.
-pub(super) struct FinishedCall<F: Future + Send + 'static> {
+pub(super) struct FinishOnDrop<F: Future + Send + 'static> {
     /// `None` once the service has answered.
     call: Option<(Pin<Box<F>>, RenewedPermit)>,
     timeout: Duration,
 }
 
-impl<F: Future + Send + 'static> FinishedCall<F> {
+impl<F: Future + Send + 'static> FinishOnDrop<F> {
     pub(super) fn new(call: F, permit: RenewedPermit, timeout: Duration) -> Self {
         Self { call: Some((Box::pin(call), permit)), timeout }
     }
 }
 
-impl<F: Future + Send + 'static> Future for FinishedCall<F> {
+impl<F: Future + Send + 'static> Future for FinishOnDrop<F> {
     type Output = (F::Output, RenewedPermit);
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -40,7 +40,7 @@ impl<F: Future + Send + 'static> Future for FinishedCall<F> {
     }
 }
 
-impl<F: Future + Send + 'static> Drop for FinishedCall<F> {
+impl<F: Future + Send + 'static> Drop for FinishOnDrop<F> {
     fn drop(&mut self) {
         let Some((call, mut permit)) = self.call.take().filter(|_| !std::thread::panicking()) else { return };
         if let (Ok(runtime), Ok(place)) = (Handle::try_current(), FINISHING.try_acquire()) {

@@ -279,7 +279,7 @@ local function note_standing(op, standing, ends_at)
 end
 
 -- Ends the forfeit of a caller that was just admitted, unless the call costs less.
-local function pardon(op)
+local function end_forfeits(op)
   local found = forfeit_of(op.queue, op.caller)
   if found and op.cost > 0 and op.cost >= found.cost then remove_forfeit(op.queue, op.caller) end
 end
@@ -512,7 +512,7 @@ end
 
 charge_reserved = function(op, state)
   local queue = op.queue
-  pardon(op)
+  end_forfeits(op)
   if not op.own then
     local upcoming = op.upcoming and reservation_of(queue, op.upcoming)
     -- A cheaper call isn't the one that was refused.
