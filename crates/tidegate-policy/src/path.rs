@@ -456,5 +456,37 @@ pub(crate) fn decode_escape(bytes: &[u8], at: usize) -> Option<u8> {
     u8::try_from(digit(at + 1)? * 16 + digit(at + 2)?).ok()
 }
 
+/// The character that the escape `%uXXXX` at this index stands for. Perl's CGI.pm decodes these.
+pub(crate) fn decode_unicode_escape(bytes: &[u8], at: usize) -> Option<char> {
+    let digits = bytes.get(at..at + 6)?.strip_prefix(b"%u")?;
+    let digit = |code, digit: &u8| Some(code * 16 + char::from(*digit).to_digit(16)?);
+    digits.iter().try_fold(0, digit).and_then(char::from_u32)
+}
+
+/// Decodes escapes until none is left, in one pass: those that the decoding itself gives are at the end of `decoded`.
+pub(crate) fn decode_all_escapes(bytes: &[u8]) -> Vec<u8> {
+    let mut decoded = Vec::with_capacity(bytes.len());
+    for byte in bytes {
+        decoded.push(*byte);
+        loop {
+            let end = decoded.len();
+            if let Some(at) = end.checked_sub(3)
+                && let Some(byte) = decode_escape(&decoded, at)
+            {
+                decoded.truncate(at);
+                decoded.push(byte);
+            } else if let Some(at) = end.checked_sub(6)
+                && let Some(letter) = decode_unicode_escape(&decoded, at)
+            {
+                decoded.truncate(at);
+                decoded.extend_from_slice(letter.encode_utf8(&mut [0; 4]).as_bytes());
+            } else {
+                break;
+            }
+        }
+    }
+    decoded
+}
+
 #[cfg(test)]
 mod tests;

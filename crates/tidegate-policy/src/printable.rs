@@ -2,7 +2,6 @@
 //!
 //! A terminal obeys control characters. Some formatting characters make a line look different from what it is: those
 //! that set a direction, and those without width. All of these functions show each such character in its place.
-//! Variation selectors (U+FE00 to U+FE0F) are kept: they choose between two looks of the character before them.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -49,13 +48,12 @@ fn replace_unprintable(
 }
 
 /// True if a character is a control character, sets a direction, ends a line or has no width (Unicode's categories Cc,
-/// Zl and Zp, its property `Default_Ignorable_Code_Point` without the variation selectors, and the marks of U+FFF9 to
-/// U+FFFB).
-fn is_unprintable(letter: char) -> bool {
+/// Zl and Zp, its property `Default_Ignorable_Code_Point`, and the marks of U+FFF9 to U+FFFB).
+pub(crate) fn is_unprintable(letter: char) -> bool {
     letter.is_control()
         || matches!(letter, '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}'
             | '\u{180b}'..='\u{180f}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
-            | '\u{3164}' | '\u{feff}' | '\u{ffa0}' | '\u{fff0}'..='\u{fffb}' | '\u{1bca0}'..='\u{1bca3}'
+            | '\u{3164}' | '\u{fe00}'..='\u{fe0f}' | '\u{feff}' | '\u{ffa0}' | '\u{fff0}'..='\u{fffb}' | '\u{1bca0}'..='\u{1bca3}'
             | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e0fff}')
 }
 
@@ -68,7 +66,8 @@ mod tests {
     fn unprintable_characters_are_replaced_visibly() {
         for (text, shown) in [
             ("login", "login"),
-            ("ünïcode 漢 ⚠\u{fe0f} 100 %", "ünïcode 漢 ⚠\u{fe0f} 100 %"),
+            ("ünïcode 漢 ⚠ 100 %", "ünïcode 漢 ⚠ 100 %"),
+            ("lo\u{fe0f}gin\u{fe00}\u{e0100}", "lo\u{fffd}gin\u{fffd}\u{fffd}"),
             ("\u{1b}[31mred", "\u{fffd}[31mred"),
             ("a\u{9b}2Jb\u{7f}\0", "a\u{fffd}2Jb\u{fffd}\u{fffd}"),
             ("a\nerror: b\r", "a\u{fffd}error: b\u{fffd}"),

@@ -10,7 +10,7 @@
 //! | `X-Forwarded-For` | the peer's address, appended to the value of a trusted peer | |
 //! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else the connection's scheme and the request's host | |
 //! | `Forwarded` | the peer's address appended to the value of a trusted peer; other values are removed | |
-//! | a header that differs only in `_` for `-` from an `X-Forwarded-…` above or from a counted header | removed | |
+//! | a header that differs only in other signs for `-` or `_` from an `X-Forwarded-…` above or from a counted header | removed | |
 //! | `Tidegate-…`, `X-Tidegate-…` and `Proxy-Authorization`, also with other signs for `-` | removed by the gateway, and from trailers | |
 //! | any header with the gateway's token | removed by the gateway | |
 //! | `Tidegate-Reservation` | removed if the call was admitted by it | |
@@ -146,30 +146,27 @@ pub(crate) fn set_forwarded_headers(
     }
 }
 
-/// Returns the headers that some upstreams would confuse with the gate's own or with those that limits count by. Such
-/// an upstream can't distinguish `_` from `-` (CGI, WSGI, PHP).
+/// Returns the headers that some upstreams would confuse with the gate's own or with those that limits count by. CGI
+/// programs read every sign but letters and digits as the same; PHP and WSGI do so with `_` and `-`.
 pub(crate) fn lookalikes(headers: &HeaderMap, keyed: &[HeaderName]) -> Vec<HeaderName> {
-    let has_underscore = |name: &HeaderName| name.as_str().contains('_');
-    if !headers.keys().chain(keyed).any(has_underscore) {
-        return Vec::new();
-    }
     let written = [X_FORWARDED_FOR, X_FORWARDED_PROTO, X_FORWARDED_HOST];
-    let dashed = |name: &HeaderName| name.as_str().replace('_', "-");
-    let is_like = |name: &HeaderName| written.iter().chain(keyed).any(|own| own != name && dashed(own) == dashed(name));
-    let is_own = |name: &HeaderName| written.iter().chain(keyed).any(|own| own == name);
-    headers.keys().filter(|name| !is_own(name) && is_like(name)).cloned().collect()
+    let own = || written.iter().chain(keyed);
+    let is_like = |name: &HeaderName| own().any(|own| is_like(name.as_str(), own.as_str()));
+    headers.keys().filter(|name| is_like(name) && !own().any(|own| own == *name)).cloned().collect()
+}
+
+/// True if two names differ at most in their signs.
+fn is_like(name: &str, own: &str) -> bool {
+    let same = |(a, b): (u8, u8)| a == b || !(a.is_ascii_alphanumeric() || b.is_ascii_alphanumeric());
+    name.len() == own.len() && name.bytes().zip(own.bytes()).all(same)
 }
 
 /// True for a header that only the gate reads, such as the one with the gateway's token, and for one that a server may
 /// take for it: CGI programs read every sign but letters and digits as the same.
 pub(crate) fn is_own(name: &HeaderName) -> bool {
-    let starts_with = |own: &str| {
-        let signs = |(a, b): (u8, u8)| a == b || b == b'-' && !a.is_ascii_alphanumeric();
-        name.as_str().len() >= own.len() && name.as_str().bytes().zip(own.bytes()).all(signs)
-    };
-    starts_with("tidegate-")
-        || starts_with("x-tidegate-")
-        || starts_with("proxy-authorization") && name.as_str().len() == PROXY_AUTHORIZATION.as_str().len()
+    let name = name.as_str();
+    let starts_with = |own: &str| name.get(..own.len()).is_some_and(|start| is_like(start, own));
+    starts_with("tidegate-") || starts_with("x-tidegate-") || is_like(name, PROXY_AUTHORIZATION.as_str())
 }
 
 /// Removes from trailers what only the gate reads.
@@ -369,12 +366,22 @@ mod tests {
             ("x-other", "6"),
             ("x_other", "7"),
             ("x_forwarded_for", "8"),
+            ("x.api~key", "9"),
+            ("x!forwarded`host", "10"),
+            ("x-apixkey", "11"),
         ]);
         strip_request(&mut map, &keyed);
         set_forwarded_headers(&mut map, &HeaderValue::from_static("192.0.2.7"), false, HTTP, &keyed);
         assert_eq!(
             shown(&map),
-            ["user_id: 4", "x-api-key: 1", "x-forwarded-for: 192.0.2.7", "x-forwarded-proto: http", "x_other: 7"]
+            [
+                "user_id: 4",
+                "x-api-key: 1",
+                "x-apixkey: 11",
+                "x-forwarded-for: 192.0.2.7",
+                "x-forwarded-proto: http",
+                "x_other: 7"
+            ]
         );
     }
 

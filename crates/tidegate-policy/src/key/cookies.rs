@@ -15,6 +15,7 @@ use std::ops::{ControlFlow, Range};
 use http::header::{COOKIE, HeaderMap};
 
 use super::values::may_be_read_as;
+use crate::printable::is_unprintable;
 
 /// The value of a cookie that occurs once, in a header that all servers split alike.
 #[inline]
@@ -26,12 +27,12 @@ pub(super) fn single_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q
         for (at, byte) in piece.iter().enumerate() {
             match byte {
                 b'=' if equals.is_none() => equals = Some(at),
-                b' ' | b'\t' | b',' | b'"' | 0x80.. => return None,
+                b' ' | b'\t' | b',' | b'&' | b'"' | 0x80.. => return None,
                 _ => {}
             }
         }
         if let Some(at) = equals
-            && may_be_read_as(&piece[..at], name.as_bytes())
+            && may_be_read_as(&piece[..at], name.as_bytes(), false)
             && only.replace(&piece[at + 1..]).is_some()
         {
             return None;
@@ -42,10 +43,7 @@ pub(super) fn single_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q
 
 /// Calls `found` with each value that some server reads for a cookie, until it breaks. Percent escapes stay.
 pub(super) fn each_value<'q>(headers: &'q HeaderMap, name: &str, found: ValueCallback<'_, 'q>) {
-    let mut trimming = |value: Cow<'q, [u8]>| match value {
-        Cow::Borrowed(value) => found(Cow::Borrowed(trimmed(value))),
-        Cow::Owned(value) => found(Cow::Owned(trimmed(&value).to_vec())),
-    };
+    let mut trimming = |value: Cow<'q, [u8]>| found(trim_value(value, trimmed));
     // `found` itself knows that it broke.
     let _ = lines(headers).try_for_each(|line| each_value_in_line(line, name.as_bytes(), &mut trimming));
 }
@@ -74,8 +72,9 @@ fn each_value_in_line<'q>(line: &'q [u8], name: &[u8], found: ValueCallback<'_, 
                     continue;
                 }
                 b'=' => {
-                    let is_first_name = !has_equals && may_be_read_as(bare_name(&line[begin..at]), name);
-                    if is_first_name || !word_has_equals && may_be_read_as(bare_name(&line[word.clone()]), name) {
+                    let is_first_name = !has_equals && may_be_read_as(bare_name(&line[begin..at]), name, false);
+                    if is_first_name || !word_has_equals && may_be_read_as(bare_name(&line[word.clone()]), name, false)
+                    {
                         // aiohttp also takes the rest of the piece as the value of a word, if the rest has a byte that
                         // no value can have.
                         let may_be_whole = is_first_name || odd > Some(at);
@@ -137,8 +136,13 @@ fn each_value_at<'q>(line: &'q [u8], place: &ValueLocation, found: ValueCallback
         }
     }
     if quoted.is_none() {
-        let ends: [fn(&u8) -> bool; 3] =
-            [|byte| matches!(byte, b' ' | b'\t' | b','), |byte| matches!(byte, b' ' | b'\t'), |byte| *byte == b','];
+        // For CGI.pm and Ruby's CGI, the part before `&` is the first of several values.
+        let ends: [fn(&u8) -> bool; 4] = [
+            |byte| matches!(byte, b' ' | b'\t' | b','),
+            |byte| matches!(byte, b' ' | b'\t'),
+            |byte| *byte == b',',
+            |byte| *byte == b'&',
+        ];
         for is_end in ends {
             let end = whole.iter().position(is_end);
             if end.is_some() || !place.is_first_name {
@@ -199,8 +203,31 @@ fn trimmed(text: &[u8]) -> &[u8] {
     trimmed_start(trimmed_end(text))
 }
 
+fn trimmed_end(mut text: &[u8]) -> &[u8] {
+    loop {
+        text = spaceless_end(text);
+        match text.strip_suffix(b",") {
+            Some(rest) => text = rest,
+            None => return text,
+        }
+    }
+}
+
+/// A text without the spaces around it.
+pub(super) fn without_spaces(text: &[u8]) -> &[u8] {
+    trimmed_start(spaceless_end(text))
+}
+
+/// [`without_spaces`] or the like, of a value.
+pub(super) fn trim_value<'q>(value: Cow<'q, [u8]>, trim: fn(&[u8]) -> &[u8]) -> Cow<'q, [u8]> {
+    match value {
+        Cow::Borrowed(value) => Cow::Borrowed(trim(value)),
+        Cow::Owned(value) => Cow::Owned(trim(&value).to_vec()),
+    }
+}
+
 fn trimmed_start(mut text: &[u8]) -> &[u8] {
-    while let Some(b' ' | b'\t' | 0x80..) = text.first()
+    while let Some(..=b' ' | 0x7f..) = text.first()
         && let Some((_, rest)) = SPACE_LENGTHS
             .into_iter()
             .filter_map(|length| text.split_at_checked(length))
@@ -211,37 +238,27 @@ fn trimmed_start(mut text: &[u8]) -> &[u8] {
     text
 }
 
-fn trimmed_end(mut text: &[u8]) -> &[u8] {
-    loop {
-        text = match text {
-            [rest @ .., b','] => rest,
-            [.., b' ' | b'\t' | 0x80..] => {
-                let ends = SPACE_LENGTHS.into_iter().filter_map(|length| text.len().checked_sub(length));
-                match ends.map(|end| text.split_at(end)).find(|(_, space)| is_space(space)) {
-                    Some((rest, _)) => rest,
-                    None => return text,
-                }
-            }
-            _ => return text,
-        };
+fn spaceless_end(mut text: &[u8]) -> &[u8] {
+    while let Some(..=b' ' | 0x7f..) = text.last()
+        && let Some((rest, _)) = SPACE_LENGTHS
+            .into_iter()
+            .filter_map(|length| Some(text.split_at(text.len().checked_sub(length)?)))
+            .find(|(_, space)| is_space(space))
+    {
+        text = rest;
     }
+    text
 }
 
 /// The lengths of spaces. The longest is tried first: a part of a letter of UTF-8 may be a space of Latin-1.
-const SPACE_LENGTHS: [usize; 3] = [3, 2, 1];
+const SPACE_LENGTHS: [usize; 4] = [4, 3, 2, 1];
 
-/// True for one space. Those of Python's `strip` and JavaScript's `trim` are included, in UTF-8 and in Latin-1.
+/// True for spaces, control characters and others that don't show. Those that Python's `strip`, JavaScript's `trim` and
+/// Laravel's `Str::trim` remove are included, in UTF-8 and in Latin-1.
 fn is_space(text: &[u8]) -> bool {
-    matches!(
-        text,
-        [b' ' | b'\t' | 0x85 | 0xa0]
-            | [0xc2, 0x85 | 0xa0]
-            | [0xe1, 0x9a, 0x80]
-            | [0xe2, 0x80, 0x80..=0x8a | 0xa8 | 0xa9 | 0xaf]
-            | [0xe2, 0x81, 0x9f]
-            | [0xe3, 0x80, 0x80]
-            | [0xef, 0xbb, 0xbf]
-    )
+    matches!(text, [0x85 | 0xa0])
+        || std::str::from_utf8(text)
+            .is_ok_and(|text| text.chars().all(|letter| letter.is_whitespace() || is_unprintable(letter)))
 }
 
 #[cfg(test)]

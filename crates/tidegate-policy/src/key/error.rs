@@ -27,7 +27,7 @@ pub enum UncountableError {
     #[error("`{0}` has more than {MAX_VALUES} different values")]
     TooManyValues(String),
     /// The request has a header that some servers take for one that limits count by: `X_Api_Key` for `X-Api-Key`.
-    #[error("`header:{0}` differs from a header that limits count by in nothing but an underscore")]
+    #[error("`header:{0}` differs from a header that limits count by in nothing but its signs")]
     SimilarHeader(String),
     /// The actions of a call with this path can't be determined.
     #[error(transparent)]

@@ -7,12 +7,14 @@
 //! | spelling | read as |
 //! | --- | --- |
 //! | a cookie | see [`cookies`](super::cookies) |
-//! | `%78`, `%2578`, `+` | `x`, `x`, a space: decoded until no escape is left |
+//! | `%78`, `%2578`, `%u0078`, `+` | `x`, `x`, `x`, a space: decoded until no escape is left |
+//! | spaces and invisible characters around a value | nothing: Tornado, Laravel and WSGI servers trim |
 //! | two cookies or parameters of one name | each of them |
 //! | two lines of a header | each of them, and both joined by `, ` (Node.js) and by `,` (WSGI) |
 //! | a line that may be several lines, joined by a front server | the same of its parts |
 //! | `?a=x;token=y` | `&` is a separator, and `;` as well (Rack 2, Python before 3.10) |
-//! | `Token`, `token[]`, `[token]`, `to.ken` for `to_ken` | one name, as ASP.NET, Rack, Express 4 and PHP read it |
+//! | `Token`, `token[]`, `[token]`, `]token`, `token]`, `to.ken` for `to_ken` | one name, as ASP.NET, Rack 2, Express 4 and PHP read it |
+//! | `token.x`, `.token`, `?token`, only for parameters | one name, as `qs` and what removes a leading `?` read it |
 
 use std::borrow::Cow;
 use std::ops::ControlFlow;
@@ -20,8 +22,8 @@ use std::ops::ControlFlow;
 use arrayvec::ArrayVec;
 use http::header::{AUTHORIZATION, HeaderMap, HeaderName, PROXY_AUTHORIZATION};
 
-use super::cookies;
-use crate::path::decode_escape;
+use super::cookies::{self, trim_value, without_spaces};
+use crate::path::{decode_all_escapes, decode_escape, decode_unicode_escape};
 
 /// The most distinct values that one part of a key may have in one call.
 pub(crate) const MAX_VALUES: usize = 4;
@@ -82,13 +84,13 @@ pub(crate) struct TooManyValues;
 pub(crate) fn single_header_value<'q>(headers: &'q HeaderMap, name: &HeaderName, are_joined: bool) -> Option<&'q [u8]> {
     let mut lines = headers.get_all(name).iter();
     let line = lines.next()?.as_bytes();
-    (lines.next().is_none() && !(are_joined && line.contains(&b','))).then_some(line)
+    (lines.next().is_none() && has_visible_ends(line) && !(are_joined && line.contains(&b','))).then_some(line)
 }
 
 /// The value of a cookie that occurs once, and that all servers read alike.
 #[inline]
 pub(crate) fn single_cookie_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
-    cookies::single_value(headers, name).filter(|value| !is_encoded(value))
+    cookies::single_value(headers, name).filter(|value| is_plain(value))
 }
 
 /// The value of a query parameter that occurs once, and that all servers read alike.
@@ -99,7 +101,7 @@ pub(crate) fn single_parameter_value<'q>(path: &'q str, name: &str) -> Option<&'
         value = Some(found);
         count += 1;
     });
-    value.filter(|value| count == 1 && !is_encoded(value))
+    value.filter(|value| count == 1 && is_plain(value))
 }
 
 /// The values that servers may read for a header.
@@ -113,12 +115,15 @@ pub(crate) fn header_values<'q>(
     if are_joined && !WITH_COMMAS.iter().any(|known| is_named(name.as_str(), known)) {
         lines = lines.into_iter().flat_map(|line| split_line(line, is_credential)).collect();
     }
+    for line in &mut lines {
+        *line = without_spaces(line);
+    }
     let mut found = FoundValues::default();
     lines.iter().try_for_each(|line| found.add(Cow::Borrowed(line)))?;
     if are_joined && is_credential {
         // What follows may be another line, which differs in each request.
         let mut first_parts = lines.iter().filter_map(|line| line.split(|byte| *byte == b',').next());
-        first_parts.try_for_each(|part| found.add(Cow::Borrowed(part.trim_ascii())))?;
+        first_parts.try_for_each(|part| found.add(Cow::Borrowed(without_spaces(part))))?;
     }
     let mut values = found.values;
     if lines.len() > 1 {
@@ -144,13 +149,13 @@ fn split_line(joined: &[u8], is_credential: bool) -> Vec<&[u8]> {
     for part in joined.split(|byte| *byte == b',') {
         if !(takes_parameters && is_parameter(part)) {
             if at > 0 {
-                lines.push(joined[start..at - 1].trim_ascii());
+                lines.push(&joined[start..at - 1]);
             }
             (start, takes_parameters) = (at, is_credential && begins_parameters(part));
         }
         at += part.len() + 1;
     }
-    lines.push(joined[start..].trim_ascii());
+    lines.push(&joined[start..]);
     lines
 }
 
@@ -174,7 +179,7 @@ pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<Pa
     let mut values = FoundValues::default();
     let mut added = Ok(());
     cookies::each_value(headers, name, &mut |value| {
-        added = values.add(fully_decoded(value));
+        added = values.add(normal(value));
         if added.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     });
     added.map(|()| values.values)
@@ -186,7 +191,7 @@ pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValu
     let mut added = Ok(());
     each_parameter(path, name, &mut |value| {
         if added.is_ok() {
-            added = values.add(fully_decoded(Cow::Borrowed(value)));
+            added = values.add(normal(Cow::Borrowed(value)));
         }
     });
     added.map(|()| values.values)
@@ -219,7 +224,7 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
         let piece = piece.trim_ascii();
         let at = piece.iter().position(|byte| *byte == b'=');
         let (own, value) = at.map_or((piece, &b""[..]), |at| (&piece[..at], &piece[at + 1..]));
-        if may_be_read_as(own.trim_ascii(), name.as_bytes()) {
+        if may_be_read_as(own.trim_ascii(), name.as_bytes(), true) {
             found(value.trim_ascii());
         }
     };
@@ -234,28 +239,35 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
 }
 
 /// True if a server may take one name for the other. Servers may decode names, ignore their case, read `token[]` as a
-/// list `token`, read `[token]` as `token`, or replace spaces, dots and brackets in names by `_`.
+/// list `token`, skip brackets around names, or replace spaces, dots and brackets in names by `_`. In names of
+/// parameters, dots may be as brackets, and a `?` may precede the first name. Cookies such as `sid.sig` are others than `sid`.
 #[inline]
-pub(super) fn may_be_read_as(own: &[u8], name: &[u8]) -> bool {
+pub(super) fn may_be_read_as(own: &[u8], name: &[u8], is_parameter: bool) -> bool {
     if own == name {
         return true;
     }
-    let mut letters = form_decoded(own).skip_while(|letter| *letter == b' ').peekable();
-    let in_brackets = letters.next_if_eq(&b'[').is_some();
-    let begins = name.iter().all(|wanted| {
-        letters.next().is_some_and(|letter| {
-            letter.eq_ignore_ascii_case(wanted) || *wanted == b'_' && matches!(letter, b' ' | b'.' | b'[')
-        })
-    });
-    begins
-        && match letters.next() {
-            None | Some(b'[' | b'\0') => true,
-            Some(letter) => in_brackets && letter == b']',
+    let mut letters = form_decoded(own);
+    loop {
+        let mut rest = letters.clone();
+        let begins = name.iter().all(|wanted| {
+            rest.next().is_some_and(|letter| {
+                letter.eq_ignore_ascii_case(wanted) || *wanted == b'_' && matches!(letter, b' ' | b'.' | b'[')
+            })
+        });
+        if begins && rest.next().is_none_or(|end| matches!(end, b'[' | b']' | b'\0') || is_parameter && end == b'.') {
+            return true;
         }
+        match letters.next() {
+            Some(b' ' | b'[' | b']') => {}
+            Some(b'.' | b'?') if is_parameter => {}
+            _ => return false,
+        }
+    }
 }
 
-/// Decodes a part of a query string: `+` is a space, `%41` is `A`, and an invalid escape stays.
-fn form_decoded(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
+/// Decodes a part of a query string: `+` is a space, `%41` and `%u0041` are `A`, and an invalid escape stays. So does one of
+/// `%u` beyond ASCII, because names are compared in ASCII.
+fn form_decoded(bytes: &[u8]) -> impl Iterator<Item = u8> + Clone + '_ {
     let mut at = 0;
     std::iter::from_fn(move || {
         let byte = *bytes.get(at)?;
@@ -263,9 +275,30 @@ fn form_decoded(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
             at += 3;
             return Some(decoded);
         }
+        if byte == b'%'
+            && let Some(letter) = decode_unicode_escape(bytes, at).filter(char::is_ascii)
+        {
+            at += 6;
+            return u8::try_from(letter).ok();
+        }
         at += 1;
         Some(if byte == b'+' { b' ' } else { byte })
     })
+}
+
+/// True for a value that all servers read unchanged.
+fn is_plain(value: &[u8]) -> bool {
+    has_visible_ends(value) && !is_encoded(value)
+}
+
+/// True if no server removes something at the ends of a value.
+fn has_visible_ends(value: &[u8]) -> bool {
+    [value.first(), value.last()].into_iter().flatten().all(u8::is_ascii_graphic)
+}
+
+/// A value without the differences that some servers don't see: escapes, and spaces around it.
+fn normal(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
+    trim_value(fully_decoded(value), without_spaces)
 }
 
 fn is_encoded(value: &[u8]) -> bool {
@@ -278,16 +311,7 @@ pub(super) fn fully_decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     if !is_encoded(&value) {
         return value;
     }
-    let mut decoded = Vec::with_capacity(value.len());
-    for byte in value.iter() {
-        decoded.push(*byte);
-        while let Some(at) = decoded.len().checked_sub(3)
-            && let Some(byte) = decode_escape(&decoded, at)
-        {
-            decoded.truncate(at);
-            decoded.push(byte);
-        }
-    }
+    let mut decoded = decode_all_escapes(&value);
     for byte in &mut decoded {
         if *byte == b'+' {
             *byte = b' ';
@@ -339,6 +363,10 @@ mod tests {
             ("sid={\"v\":1, \"u\":\"x=\"}", &["{\"v\":1, \"u\":\"x=\"}", "{\"v\":1"]),
             ("sid=v1, abc", &["v1, abc", "v1"]),
             ("sid=v 1,abc", &["v 1,abc", "v", "v 1"]),
+            ("sid=REAL&x", &["REAL&x", "REAL"]),
+            ("sid=REAL &x", &["REAL &x", "REAL"]),
+            ("sid=REAL%0A; sid=%20REAL+; sid=%u0052EAL", &["REAL"]),
+            ("sid=x; sid.sig=y", &["x"]),
             ("x=sid=a; sid=b=c==; y==sid=", &["b=c=="]),
             ("sid", &[]),
             ("asid=x; sidx=y; =z", &[]),
@@ -359,6 +387,14 @@ mod tests {
             ("a=1;token=REAL", &["REAL"]),
             ("[token]=a&%5Btoken%5D=b&[token][]=c&[token]x=d", &["a", "b", "c", "d"]),
             ("[tok]=a&[token", &[""]),
+            ("token]=a&]token=b&[]token=c&%5Dtoken=d", &["a", "b", "c", "d"]),
+            ("?token=a&.token=b&token.x=c&%u0074oken=d", &["a", "b", "c", "d"]),
+            (
+                "token=REAL+&token=%20REAL&token=REAL%0A&token=%0BREAL&token=REAL%00&token=%C2%A0REAL%E2%80%8B",
+                &["REAL"],
+            ),
+            ("token=%u0052EAL&token=%%7500%352EAL&token=%25u0052EAL&token=REAL%u00A0", &["REAL"]),
+            ("token=%uD800", &["%uD800"]),
             ("token=REAL;x", &["REAL;x", "REAL"]),
             ("token", &[""]),
             ("tokens=a&atoken=b&tok=c", &[]),
@@ -368,6 +404,7 @@ mod tests {
         }
         assert_eq!(texts(parameter_values("/?api.key=a&api%20key=b&api[key=c&api_key=d", "api_key")).unwrap().len(), 4);
         assert_eq!(texts(parameter_values("/?api-key=a&apikey=b", "api_key")).unwrap().len(), 0);
+        assert_eq!(texts(parameter_values("/?.key=a&[_key]=b&._key=c", "_key")).unwrap().len(), 3);
     }
 
     #[test]
@@ -385,6 +422,11 @@ mod tests {
         assert_eq!(values(&headers).unwrap().len(), MAX_VALUES + 2);
         headers.append(&name, "e".parse().unwrap());
         assert_eq!(values(&headers), None);
+        for line in [&b"REAL\xa0"[..], b"\xa0REAL", b"REAL\x85\xa0", b" REAL\t", "REAL\u{3000}".as_bytes()] {
+            headers.insert(&name, http::HeaderValue::from_bytes(line).unwrap());
+            assert_eq!(values(&headers).unwrap(), ["REAL"], "{}", line.escape_ascii());
+            assert_eq!(single_header_value(&headers, &name, false), None);
+        }
     }
 
     #[test]
@@ -438,7 +480,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_fast_path_equals_the_full_parse(
-            text in "[ab=;&,%+\"\\\\ \\[.5s]{0,24}",
+            text in "[ab=;&,%+\"\\\\ \\[.5su0?\\]]{0,24}",
         ) {
             let mut headers = HeaderMap::new();
             headers.insert(COOKIE, text.parse().unwrap());
@@ -452,7 +494,7 @@ mod tests {
         }
 
         #[test]
-        fn full_decoding_is_idempotent(text in "[%25841+x]{0,32}") {
+        fn full_decoding_is_idempotent(text in "[%25841+xu0]{0,32}") {
             let once = fully_decoded(Cow::Borrowed(text.as_bytes()));
             prop_assert_eq!(&fully_decoded(once.clone()), &once);
             // A server that decodes once before it compares can't tell them apart.

@@ -47,7 +47,7 @@ async fn gate() -> (Running, Echo) {
     (start(echo.address, FILE).await, echo)
 }
 
-const SPELLINGS: [(&str, &str); 18] = [
+const SPELLINGS: [(&str, &str); 29] = [
     ("/cookie", "cookie: sid=\"\\122EAL\"\r\n"),
     ("/cookie", "cookie: sid=\"R\\105AL\"\r\n"),
     ("/cookie", "cookie: sid=%52EAL\r\n"),
@@ -66,6 +66,17 @@ const SPELLINGS: [(&str, &str); 18] = [
     ("/query?token[]=REAL", ""),
     ("/query?a=1;token=REAL", ""),
     ("/query?token=REAL;c", ""),
+    ("/query?token]=REAL", ""),
+    ("/query?[]token=REAL", ""),
+    ("/query?%5Dtoken=REAL", ""),
+    ("/query??token=REAL", ""),
+    ("/query?.token=REAL", ""),
+    ("/query?token.x=REAL", ""),
+    ("/query?token=REAL+", ""),
+    ("/query?token=%0BREAL", ""),
+    ("/query?token=%u0052EAL", ""),
+    ("/cookie", "cookie: sid=REAL&x\r\n"),
+    ("/header", "x-api-key: \u{85}REAL\u{a0}\r\n"),
 ];
 
 #[tokio::test]
@@ -177,15 +188,17 @@ async fn uncountable_requests_are_answered_with_400() {
 async fn uncountable_forward_auth_requests_use_deny_status() {
     let gate = start(nobody(), &format!("{FILE}[api]\ndeny_status = 403\n")).await;
     assert_eq!(status(&once(gate.api, described("/strict", 1, "")).await), 403);
-    let lookalike = once(gate.api, described("/header", 1, "x-api-key: a\r\nx_api_key: REAL\r\n")).await;
-    assert_eq!(status(&lookalike), 403);
-    assert!(body(&lookalike).contains("`header:x_api_key` differs"), "{lookalike}");
+    for name in ["x_api_key", "x.api.key", "x-api|key"] {
+        let lookalike = once(gate.api, described("/header", 1, &format!("x-api-key: a\r\n{name}: REAL\r\n"))).await;
+        assert_eq!(status(&lookalike), 403);
+        assert!(body(&lookalike).contains(&format!("`header:{name}` differs")), "{lookalike}");
+    }
 }
 
 #[tokio::test]
 async fn lookalikes_of_key_headers_are_not_forwarded() {
     let (gate, echo) = gate().await;
-    let lines = "x-api-key: a\r\nX_Api_Key: REAL\r\nX_Api-Key: REAL\r\nx_other: kept\r\n";
+    let lines = "x-api-key: a\r\nX_Api_Key: REAL\r\nX_Api-Key: REAL\r\nx.api~key: REAL\r\nx_other: kept\r\n";
     assert_eq!(status(&once(gate.inbound, through("/header", 1, lines)).await), 200);
     let seen = echo.seen().concat();
     assert!(!seen.contains("REAL") && seen.contains("x-api-key: a") && seen.contains("x_other: kept"), "{seen}");
