@@ -237,6 +237,7 @@ mod tests {
             ("https://api.example/x?api_key=pl4nted-s3cr3t%2Fx&a=b", "https://api.example/x?a=b"),
             ("https://other.example/x?%61pi_key=pl4nted-s3cr3t%2fx", "https://other.example/x"),
             ("https://other.example/x?forwarded=pl4nted%2ds3cr3t%2fx&a=b", "https://other.example/x?a=b"),
+            ("https://other.example/x?next=%2F%3Fapi_key%3Dpl4nted-s3cr3t%252Fx&a=b", "https://other.example/x?a=b"),
         ] {
             assert_eq!(sanitized(&query, location, None).as_deref(), Some(expected));
         }

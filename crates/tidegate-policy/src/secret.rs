@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use percent_encoding::percent_decode;
 use subtle::ConstantTimeEq as _;
 
+use crate::path::decode_all_escapes;
 use crate::read_regular_file;
 
 /// The longest token file, in bytes.
@@ -37,14 +38,33 @@ impl Secret {
         self.0.as_bytes().ct_eq(other).into()
     }
 
-    /// Returns true if a text contains the value, percent-encoded or not. The time of the search reveals parts of it.
+    /// Returns true if a text contains the value, also percent-encoded any number of times, with the escapes `\/` and
+    /// `\uXXXX` of JSON, or without the padding of Base64. The time of the search reveals parts of it.
     pub fn is_in(&self, text: &[u8]) -> bool {
-        let value = self.0.as_bytes();
+        let unpadded = self.0.trim_end_matches('=').as_bytes();
+        let value = if unpadded.len() < Self::MIN_FOUND_LENGTH { self.0.as_bytes() } else { unpadded };
         // The first byte alone makes it four times as fast.
         let holds = |text: &[u8]| text.windows(value.len()).any(|found| found[0] == value[0] && found == value);
         let is_long = (Self::MIN_FOUND_LENGTH..=text.len()).contains(&value.len());
-        is_long && (holds(text) || text.contains(&b'%') && holds(&Cow::from(percent_decode(text))))
+        let is_escaped = |text: &[u8]| text.iter().any(|byte| matches!(byte, b'%' | b'\\'));
+        // Decoded once as well: a value may look encoded itself.
+        is_long
+            && (holds(text)
+                || is_escaped(text) && {
+                    let once = Cow::from(percent_decode(text));
+                    holds(&once) || is_escaped(&once) && holds(&decode_all_escapes(&without_backslashes(&once)))
+                })
     }
+}
+
+/// A text with `%u` for the `\u` of JSON, and `/` for its `\/`.
+fn without_backslashes(text: &[u8]) -> Vec<u8> {
+    let replaced = text.iter().enumerate().filter_map(|(at, byte)| match (byte, text.get(at + 1)) {
+        (b'\\', Some(b'u')) => Some(b'%'),
+        (b'\\', Some(b'/')) => None,
+        _ => Some(*byte),
+    });
+    replaced.collect()
 }
 
 impl fmt::Debug for Secret {
@@ -172,6 +192,24 @@ mod tests {
             assert!(!secret.matches(other));
         }
         assert!(!Secret::new("").matches(b"x"));
+    }
+
+    #[test]
+    fn a_secret_is_found_in_other_spellings() {
+        let secret = Secret::new("s3cr3t+T0ken/abc==");
+        for text in [
+            "k=s3cr3t+T0ken/abc==",
+            "s3cr3t%2bT0ken%2Fabc%3D%3D",
+            "/login?next=%2Fx%3Fk%3Ds3cr3t%252BT0ken%252Fabc%253D%253D",
+            "%2525252573%2533cr3t%2BT0ken/abc%25253D=",
+            "k=s3cr3t+T0ken/abc",
+            r#"{"k":"s3cr3t\u002bT0ken\/abc\u003d="}"#,
+        ] {
+            assert!(secret.is_in(text.as_bytes()), "{text}");
+        }
+        assert!(!secret.is_in(b"s3cr3t%2") && !secret.is_in(b"s3cr3t%252BT0ken/ab"));
+        assert!(Secret::new("a%2541b%41c").is_in(b"a%252541b%2541c"), "a secret may look encoded itself");
+        assert!(Secret::new("abcdef==").is_in(b"abcdef==") && !Secret::new("abcdef==").is_in(b"abcdef"));
     }
 
     #[test]
