@@ -256,9 +256,12 @@ const SPACE_LENGTHS: [usize; 4] = [4, 3, 2, 1];
 /// True for spaces, control characters and others that don't show. Those that Python's `strip`, JavaScript's `trim` and
 /// Laravel's `Str::trim` remove are included, in UTF-8 and in Latin-1.
 fn is_space(text: &[u8]) -> bool {
+    // Only a letter's whole length is decoded, because most lengths are wrong.
+    let is_letter = |first: &u8| first.leading_ones().max(1) as usize == text.len();
     matches!(text, [0x85 | 0xa0])
-        || std::str::from_utf8(text)
-            .is_ok_and(|text| text.chars().all(|letter| letter.is_whitespace() || is_unprintable(letter)))
+        || text.first().is_some_and(is_letter)
+            && std::str::from_utf8(text)
+                .is_ok_and(|text| text.starts_with(|letter: char| letter.is_whitespace() || is_unprintable(letter)))
 }
 
 #[cfg(test)]
