@@ -169,7 +169,7 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
+        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8, true);
         ClientLimit::new("inbound", 1, 64, Networks::default()).reject_connection(
             Some(&stream),
             ip("192.0.2.1"),

@@ -414,12 +414,9 @@ impl AsRef<[u8]> for QueuedBytes {
     }
 }
 
-impl Body for StreamBody {
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let this = &mut *self;
+impl StreamBody {
+    fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let this = self;
         if this.rest.is_empty() {
             match ready!(Pin::new(&mut this.body).poll_frame(cx)).map(|frame| frame.map(Frame::into_data)) {
                 Some(Ok(Ok(data))) => this.rest = data,
@@ -433,6 +430,18 @@ impl Body for StreamBody {
         let bytes = this.rest.split_to(this.rest.len().min(MAX_PIECE));
         this.stream.streams.pieces.fetch_add(bytes.len().div_ceil(COUNTED_PIECE), Relaxed);
         Poll::Ready(Some(Ok(Frame::data(Bytes::from_owner(QueuedBytes { bytes, _stream: Arc::clone(&this.stream) })))))
+    }
+}
+
+impl Body for StreamBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let polled = self.poll_piece(cx);
+        // The library asks for the next piece once the client has made room for it.
+        self.stream.watch.response.is_unread.set(polled.is_ready());
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn lingering_ends_by_time_or_server_drain() {
-        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
+        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8, true);
         let (watch, _entry) = watchdog.add_connection(None);
         watch.start_linger(false);
         let mut linger = LingerState::default();

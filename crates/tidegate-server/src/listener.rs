@@ -141,7 +141,7 @@ impl Listener {
         if config.headers != DEFAULT_MAX_HEADERS {
             http.max_headers(config.headers);
         }
-        let watchdog = Watchdog::new(&config.timeouts, config.body_rate, config.connections);
+        let watchdog = Watchdog::new(&config.timeouts, config.body_rate, config.connections, config.forwards);
         let rejections = Arc::new(rejections);
         Ok(Self {
             sockets,
@@ -167,7 +167,7 @@ impl Listener {
     /// Accepts until `stop` ends, then the connections that were already waiting.
     pub(crate) async fn run(self, handler: Arc<impl ConnectionHandler>, stop: impl Future<Output = ()>) {
         let mut stop = std::pin::pin!(stop);
-        let (mut waiting, mut displaced) = (None, DisplacementQueue::new(self.starter.config.forwards));
+        let (mut waiting, mut displaced) = (None, DisplacementQueue::default());
         loop {
             tokio::select! {
                 biased;

@@ -122,7 +122,9 @@ pub(crate) struct Watchdog {
     /// The requests of HTTP/2 connections.
     streams: Mutex<Slab<OpenStream>>,
     /// The maximum number of connections, and of streams.
-    max_connections: usize,
+    pub(crate) max_connections: usize,
+    /// True if requests are forwarded. Then none that has begun is displaced.
+    pub(crate) forwards: bool,
     not_empty: Notify,
     /// Notified when a connection leaves.
     pub(crate) connection_left: Notify,
@@ -139,7 +141,12 @@ const DRAIN_TICKS: u32 = 2;
 impl Watchdog {
     /// Returns the watchdog of a listener with this maximum number of connections. `body_rate` is the minimum bytes per
     /// second of a request's body; `None` if there is no such limit.
-    pub(crate) fn new(timeouts: &InboundTimeouts, body_rate: Option<u64>, connections: usize) -> Arc<Self> {
+    pub(crate) fn new(
+        timeouts: &InboundTimeouts,
+        body_rate: Option<u64>,
+        connections: usize,
+        forwards: bool,
+    ) -> Arc<Self> {
         let tick = tick_of(timeouts);
         let body_rate =
             body_rate.map(|rate| (rate.saturating_mul(BODY_RATE_PERIOD.as_secs()), ticks(BODY_RATE_PERIOD, tick)));
@@ -157,6 +164,7 @@ impl Watchdog {
             accepted: AtomicU64::new(0),
             streams: Mutex::default(),
             max_connections: connections,
+            forwards,
             not_empty: Notify::new(),
             connection_left: Notify::new(),
             all_left: Notify::new(),
@@ -202,14 +210,19 @@ impl Watchdog {
     pub(crate) fn stalled_connections(&self) -> HashSet<*const ConnectionWatch> {
         let streams = self.streams.lock();
         let mut stalled: HashSet<_> = streams.iter().map(|(_, stream)| Arc::as_ptr(&stream.connection)).collect();
-        for (_, stream) in streams.iter().filter(|(_, stream)| !awaits_client(stream.watch.phase())) {
+        for (_, stream) in streams.iter().filter(|(_, stream)| !awaits_client(&stream.watch)) {
             stalled.remove(&Arc::as_ptr(&stream.connection));
         }
         stalled
     }
 
-    pub(crate) fn max_connections(&self) -> usize {
-        self.max_connections
+    /// True if this is one of them.
+    pub(crate) fn is_stalled(&self, connection: &Arc<ConnectionWatch>) -> bool {
+        let streams = self.streams.lock();
+        let own = streams.iter().filter(|(_, stream)| Arc::ptr_eq(&stream.connection, connection));
+        let mut stalled = own.map(|(_, stream)| awaits_client(&stream.watch));
+        // Without a stream, its next one is about to open.
+        stalled.next() == Some(true) && stalled.all(|it| it)
     }
 
     pub(crate) fn current_tick(&self) -> u32 {

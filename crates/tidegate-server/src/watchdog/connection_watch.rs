@@ -48,6 +48,8 @@ pub(crate) struct ConnectionWatch {
     phase_and_reason: AtomicU8,
     /// The tick of the last progress.
     pub(super) last_progress: AtomicU32,
+    /// The tick at which the phase began.
+    phase_began: AtomicU32,
     waker: Mutex<Option<Waker>>,
     pub(crate) head: HeadState,
     pub(crate) body: BodyState,
@@ -61,7 +63,7 @@ pub(crate) struct HeadState {
     /// True if the client has sent any byte of its first head, or of what comes before it.
     pub(crate) has_begun: Flag,
     /// True if a whole head has arrived on the connection.
-    pub(crate) is_heard: Flag,
+    pub(crate) has_had_request: Flag,
     /// The bytes of the current head that are counted in the listener's total.
     pub(super) counted_bytes: AtomicUsize,
     request_count: AtomicU32,
@@ -97,14 +99,13 @@ pub(crate) struct ResponseState {
     pub(super) timeout_ticks: AtomicU32,
     /// True if the last response is sent while the client may still be sending.
     pub(crate) must_linger: Flag,
-    /// True if replies of the Redis protocol wait for the client to read them.
+    /// True if the last bytes of the response wait for the client to read them, as far as that is known: over HTTP/2 and the
+    /// Redis protocol.
     pub(crate) is_unread: Flag,
     /// True if the whole response of an HTTP/2 stream is queued, and only waits for the client to read it.
     pub(crate) is_queued: Flag,
     /// True if the client was refused by a block or the deny list. Such a client may not linger for long.
     pub(crate) is_blocked: Flag,
-    /// The tick at which lingering began.
-    linger_started: AtomicU32,
     has_unread_body: AtomicBool,
     unread_body: Mutex<Option<Incoming>>,
 }
@@ -115,6 +116,7 @@ impl ConnectionWatch {
             is_stream,
             phase_and_reason: AtomicU8::new(ConnectionPhase::Head as u8),
             last_progress: AtomicU32::new(watchdog.current_tick()),
+            phase_began: AtomicU32::new(watchdog.current_tick()),
             watchdog,
             waker: Mutex::default(),
             head: HeadState::default(),
@@ -133,10 +135,11 @@ impl ConnectionWatch {
     /// Moves the connection to a phase, which starts now.
     pub(crate) fn enter(&self, phase: ConnectionPhase) {
         self.touch();
+        self.phase_began.store(self.watchdog.current_tick(), Relaxed);
         self.phase_and_reason.store(phase as u8, Relaxed);
         if phase != ConnectionPhase::Head {
             self.response.is_pending.set(true);
-            self.head.is_heard.set(true);
+            self.head.has_had_request.set(true);
             self.finish_head();
         }
     }
@@ -232,14 +235,15 @@ impl ConnectionWatch {
     /// Notes that the rest of the request is discarded from now on, and if it must keep a minimum rate.
     pub(crate) fn start_linger(&self, paced: bool) {
         self.enter(ConnectionPhase::Linger);
-        self.response.linger_started.store(self.watchdog.current_tick(), Relaxed);
         self.set_min_rate(paced);
     }
 
-    /// The tick of the last progress; for a lingering connection, the tick at which lingering began.
+    /// The tick of the last progress. Where bytes that trickle in don't count as such, the tick at which the phase began:
+    /// while lingering, and for the small requests and replies of listeners that don't forward any.
     pub(crate) fn phase_started(&self, phase: ConnectionPhase) -> u32 {
-        let is_lingering = phase == ConnectionPhase::Linger;
-        if is_lingering { &self.response.linger_started } else { &self.last_progress }.load(Relaxed)
+        use ConnectionPhase::{Download, Linger, Upload};
+        let is_short = phase == Linger || !self.watchdog.forwards && matches!(phase, Upload | Download);
+        if is_short { &self.phase_began } else { &self.last_progress }.load(Relaxed)
     }
 
     /// The ticks since then.

@@ -23,7 +23,7 @@ fn timeouts() -> InboundTimeouts {
 }
 
 fn new_watchdog(body_rate: Option<u64>) -> Arc<Watchdog> {
-    Watchdog::new(&timeouts(), body_rate, 8)
+    Watchdog::new(&timeouts(), body_rate, 8, true)
 }
 
 fn ticks_until_overdue(watchdog: &Arc<Watchdog>, watch: &ConnectionWatch) -> u32 {

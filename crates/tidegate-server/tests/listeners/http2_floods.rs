@@ -100,12 +100,19 @@ impl RawClient {
 
 /// Starts a server that never answers.
 async fn start_silent() -> String {
+    start_unfinished("").await
+}
+
+/// Starts a server that begins each response with this, and never ends it.
+async fn start_unfinished(begin: &'static str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {
         let mut held = Vec::new();
         loop {
-            held.push(listener.accept().await.unwrap());
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(begin.as_bytes()).await.unwrap();
+            held.push(stream);
         }
     });
     format!("http://{address}")
@@ -413,6 +420,26 @@ async fn unread_responses_give_up_their_places() {
             _ => assert!(hoarder.ends_within(20).await, "only its end takes back what is queued"),
         }
     }
+}
+
+#[tokio::test]
+async fn responses_that_wait_for_events_keep_their_places() {
+    let upstream = start_unfinished("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n").await;
+    let gate = start_before(&upstream, &format!("{ALWAYS}caps = {{ connections = 8 }}\n")).await;
+    let mut reader = RawClient::connect(gate, &[]).await;
+    for stream in 0..8 {
+        reader.get(2 * stream + 1).await;
+    }
+    for _ in 0..8 {
+        reader.read_until(DATA).await.unwrap();
+    }
+    // More than two ticks.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let mut other = RawClient::connect(gate, &[]).await;
+    other.get(1).await;
+    assert_ne!(other.read_until(HEADERS).await.unwrap().payload[0], 0x88, "all places are taken");
+    reader.send(PING, 0, 0, &[0; 8]).await.unwrap();
+    assert_eq!(reader.read().await.map(|frame| frame.kind), Some(PING), "no stream was reset");
 }
 
 #[tokio::test]
