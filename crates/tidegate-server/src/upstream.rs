@@ -148,9 +148,9 @@ enum Sender<B> {
 impl<B> Sender<B> {
     /// Notes that a request with a permit is being sent.
     fn begin(&self, work: &Arc<UpstreamWork>) {
-        work.begin(matches!(self, Self::Http1(_)));
+        let attempt = work.begin(matches!(self, Self::Http1(_)));
         if let Self::Http1(connection) = self {
-            *connection.work.lock() = Some(Arc::clone(work));
+            *connection.work.lock() = Some((Arc::clone(work), attempt));
         }
     }
 
@@ -296,7 +296,12 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
                         return Ok(response.map(|body| UpstreamBody::new(body, connection)));
                     }
                     Err(mut error) => match error.take_message() {
-                        Some(unsent) if kept => request = unsent,
+                        Some(unsent) if kept => {
+                            request = unsent;
+                            if let Some(work) = &work {
+                                work.cancel();
+                            }
+                        }
                         Some(_) => return Err(UpstreamError::Unsent(error.into_error())),
                         None => return Err(UpstreamError::of_sent(error.into_error())),
                     },
@@ -360,7 +365,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             return Ok(Sender::Http2(stream));
         }
         let work = CurrentWork::default();
-        let io = ObservedStream::new(TokioIo::new(ReplyStream::new(stream)), Arc::clone(&work));
+        let io = ObservedStream::new(stream, Arc::clone(&work));
         let (sender, connection) = self.http.handshake(io).await.map_err(UpstreamError::Unsent)?;
         spawn_connection(connection.with_upgrades());
         Ok(Sender::Http1(Http1Connection { sender, work }))

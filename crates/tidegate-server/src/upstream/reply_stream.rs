@@ -84,6 +84,11 @@ impl<T> ReplyStream<T> {
         Self { stream, has_sent: false, http2: None, place: Place::Start(0), status: [0; 3], count: 0 }
     }
 
+    /// True if the last reply to the present request has begun, over HTTP/1.1.
+    pub(super) fn has_final_reply(&self) -> bool {
+        matches!(self.place, Place::Final | Place::Switched)
+    }
+
     fn count_replies(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         if let Some(http2) = &mut self.http2 {
             return http2.count_replies(bytes);

@@ -13,10 +13,11 @@ use std::time::Duration;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
+use super::ReplyStream;
 use crate::permit_renewer::{AbandonedWork, RequestPermit};
 
 /// The longest time for which a connection is observed after its request was abandoned: that for which a permit is kept.
@@ -28,7 +29,14 @@ static OBSERVATIONS: Semaphore = Semaphore::const_new(MAX_OBSERVED);
 
 /// The upstream's work on one request with a permit.
 #[derive(Default)]
-pub(crate) struct UpstreamWork(Mutex<WorkStage>);
+pub(crate) struct UpstreamWork(Mutex<WorkState>);
+
+#[derive(Default)]
+struct WorkState {
+    stage: WorkStage,
+    /// The number of the last attempt to send the request. Each has a connection of its own.
+    attempt: u32,
+}
 
 #[derive(Default)]
 enum WorkStage {
@@ -46,24 +54,27 @@ enum WorkStage {
 }
 
 impl UpstreamWork {
-    /// Notes that the request is being sent.
-    pub(super) fn begin(&self, is_observed: bool) {
-        *self.0.lock() = if is_observed { WorkStage::Observed } else { WorkStage::Sent };
+    /// Notes that the request is being sent. Returns the number of the attempt.
+    pub(super) fn begin(&self, is_observed: bool) -> u32 {
+        let state = &mut *self.0.lock();
+        state.stage = if is_observed { WorkStage::Observed } else { WorkStage::Sent };
+        state.attempt += 1;
+        state.attempt
     }
 
     /// Notes that the response has begun.
     pub(super) fn answer(&self) {
-        *self.0.lock() = WorkStage::Answered;
+        self.0.lock().stage = WorkStage::Answered;
     }
 
     /// Notes that the upstream doesn't work on the request.
     pub(crate) fn cancel(&self) {
-        *self.0.lock() = WorkStage::None;
+        self.0.lock().stage = WorkStage::None;
     }
 
     /// Ends the request. Its permit is returned, or kept while the upstream may still work on it.
     pub(crate) fn end_request(&self, permit: Box<dyn RequestPermit>) {
-        let stage = &mut *self.0.lock();
+        let stage = &mut self.0.lock().stage;
         match stage {
             WorkStage::None => permit.cancel(),
             WorkStage::Answered => drop(permit),
@@ -72,13 +83,17 @@ impl UpstreamWork {
         }
     }
 
-    fn is_observed(&self) -> bool {
-        matches!(*self.0.lock(), WorkStage::Observed | WorkStage::Abandoned(_))
+    fn is_observed(&self, attempt: u32) -> bool {
+        let state = self.0.lock();
+        state.attempt == attempt && matches!(state.stage, WorkStage::Observed | WorkStage::Abandoned(_))
     }
 
-    /// Notes that the connection shows nothing more, and if the upstream has answered.
-    fn end_observation(&self, has_answered: bool) {
-        let stage = &mut *self.0.lock();
+    /// Notes that the connection of an attempt shows nothing more, and if the upstream has answered.
+    fn end_observation(&self, attempt: u32, has_answered: bool) {
+        let WorkState { stage, attempt: last } = &mut *self.0.lock();
+        if attempt != *last {
+            return;
+        }
         let next = if has_answered { WorkStage::Answered } else { WorkStage::Sent };
         match mem::replace(stage, next) {
             WorkStage::Abandoned(work) if has_answered => work.end(),
@@ -88,59 +103,58 @@ impl UpstreamWork {
     }
 }
 
-/// The work for the present request of a connection, if that has a permit.
-pub(super) type CurrentWork = Arc<Mutex<Option<Arc<UpstreamWork>>>>;
+/// The work for the present request of a connection, if that has a permit, and the number of the attempt.
+pub(super) type CurrentWork = Arc<Mutex<Option<(Arc<UpstreamWork>, u32)>>>;
 
 /// A connection that is observed to the end of the work on its last request, if that was abandoned.
-pub(super) struct ObservedStream<T: Read + Write + Unpin + Send + 'static> {
+pub(super) struct ObservedStream<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> {
     /// `None` while it is being dropped.
-    stream: Option<T>,
+    stream: Option<TokioIo<ReplyStream<T>>>,
     work: CurrentWork,
 }
 
-impl<T: Read + Write + Unpin + Send + 'static> ObservedStream<T> {
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> ObservedStream<T> {
     pub(super) fn new(stream: T, work: CurrentWork) -> Self {
-        Self { stream: Some(stream), work }
+        Self { stream: Some(TokioIo::new(ReplyStream::new(stream))), work }
     }
 
-    fn stream(&mut self) -> Pin<&mut T> {
+    fn stream(&mut self) -> Pin<&mut TokioIo<ReplyStream<T>>> {
         Pin::new(self.stream.as_mut().expect("invariant: it is there until it is dropped"))
     }
 }
 
-impl<T: Read + Write + Unpin + Send + 'static> Drop for ObservedStream<T> {
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Drop for ObservedStream<T> {
     fn drop(&mut self) {
-        let Some(work) = self.work.lock().take().filter(|work| work.is_observed()) else { return };
+        let current = self.work.lock().take();
+        let Some((work, attempt)) = current.filter(|(work, attempt)| work.is_observed(*attempt)) else { return };
         match (self.stream.take(), Handle::try_current(), OBSERVATIONS.try_acquire()) {
             (Some(stream), Ok(runtime), Ok(place)) => {
                 runtime.spawn(async move {
                     let _place = place;
-                    let answer = tokio::time::timeout(MAX_OBSERVED_TIME, wait_for_answer(stream)).await;
-                    work.end_observation(answer.unwrap_or(false));
+                    let answer = tokio::time::timeout(MAX_OBSERVED_TIME, wait_for_answer(stream.into_inner())).await;
+                    work.end_observation(attempt, answer.unwrap_or(false));
                 });
             }
-            _ => work.end_observation(false),
+            _ => work.end_observation(attempt, false),
         }
     }
 }
 
 /// Closes a connection in the direction of the server. Returns true if the server answers, false if it closes as well.
-async fn wait_for_answer(stream: impl Read + Write + Unpin) -> bool {
-    let mut stream = TokioIo::new(stream);
+async fn wait_for_answer(mut stream: ReplyStream<impl AsyncRead + AsyncWrite + Unpin>) -> bool {
     // Fails if it was closed before.
     let _ = stream.shutdown().await;
     let mut buffer = [0; 1024];
-    loop {
-        match stream.read(&mut buffer).await {
-            Ok(0) | Err(_) => return false,
-            // After an informational response, the work goes on.
-            Ok(count) if buffer[..count].starts_with(b"HTTP/1.1 1") => {}
-            Ok(_) => return true,
+    // After an informational reply, the work goes on.
+    while !stream.has_final_reply() {
+        if let Ok(0) | Err(_) = stream.read(&mut buffer).await {
+            return false;
         }
     }
+    true
 }
 
-impl<T: Read + Write + Unpin + Send + 'static> Read for ObservedStream<T> {
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Read for ObservedStream<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -150,7 +164,7 @@ impl<T: Read + Write + Unpin + Send + 'static> Read for ObservedStream<T> {
     }
 }
 
-impl<T: Read + Write + Unpin + Send + 'static> Write for ObservedStream<T> {
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Write for ObservedStream<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
         self.stream().poll_write(cx, bytes)
     }
@@ -173,5 +187,42 @@ impl<T: Read + Write + Unpin + Send + 'static> Write for ObservedStream<T> {
         parts: &[std::io::IoSlice<'_>],
     ) -> Poll<std::io::Result<usize>> {
         self.stream().poll_write_vectored(cx, parts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_ended_connection_ends_only_its_own_observation() {
+        let (work, current) = (Arc::<UpstreamWork>::default(), CurrentWork::default());
+        let (near, far) = tokio::io::duplex(64);
+        *current.lock() = Some((Arc::clone(&work), work.begin(true)));
+        drop((ObservedStream::new(near, current), far));
+        let second = work.begin(true);
+        tokio::task::yield_now().await;
+        assert!(work.is_observed(second), "the first connection has ended");
+        work.end_observation(second, false);
+        assert!(!work.is_observed(second));
+    }
+
+    #[tokio::test]
+    async fn informational_replies_are_no_answers() {
+        for (pieces, is_answer) in [
+            (&["HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200"][..], true),
+            (&["HTTP/1.1 1", "03 Early Hints\r\na: b\r\n", "\r\n"], false),
+            (&["HTTP/1.1 103 Early Hints\r\n\r\n", "HTTP/1.1 2"], true),
+            (&[], false),
+        ] {
+            let (near, mut far) = tokio::io::duplex(1024);
+            let sending = async move {
+                for piece in pieces {
+                    far.write_all(piece.as_bytes()).await.unwrap();
+                    tokio::task::yield_now().await;
+                }
+            };
+            assert_eq!(tokio::join!(wait_for_answer(ReplyStream::new(near)), sending).0, is_answer, "{pieces:?}");
+        }
     }
 }
