@@ -104,6 +104,12 @@ impl Drop for Stream {
 }
 
 impl Streams {
+    fn new(client: Http2Client) -> Self {
+        let counts = || AtomicUsize::new(0);
+        let (open, total, broken_off, pieces) = (counts(), counts(), counts(), counts());
+        Self { client, open, total, broken_off, pieces, is_flooded: Flag::default() }
+    }
+
     /// Opens a stream.
     ///
     /// # Errors
@@ -184,9 +190,7 @@ impl<S: ConnectionService> Http2Connection<S> {
         client: Http2Client,
         new_service: NewService<S>,
     ) -> Self {
-        let (executor, counts) = (StreamExecutor::default(), || AtomicUsize::new(0));
-        let (open, total, broken_off, pieces) = (counts(), counts(), counts(), counts());
-        let streams = Arc::new(Streams { client, open, total, broken_off, pieces, is_flooded: Flag::default() });
+        let (executor, streams) = (StreamExecutor::default(), Arc::new(Streams::new(client)));
         let (started, max_headers) = (Arc::clone(&executor.started), settings.headers);
         let service = StreamService { new_service, max_headers, streams: Arc::clone(&streams), started };
         let io = TokioIo::new(FrameCountingStream::new(stream, Arc::clone(&streams)));

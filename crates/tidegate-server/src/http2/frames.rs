@@ -8,8 +8,9 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
+use rustix::net::RecvFlags;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::{MAX_PIECE, MAX_STREAMS, Streams};
@@ -223,7 +224,18 @@ impl AsyncRead for FrameCountingStream {
             return Poll::Pending;
         }
         let before = buf.filled().len();
-        ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
+        match Pin::new(&mut this.stream).poll_read(cx, buf) {
+            Poll::Ready(read) => read?,
+            Poll::Pending => {
+                if this.streams.client.watch.must_end_phase() {
+                    // A request that has arrived isn't cut off.
+                    this.stream.read_now(buf, RecvFlags::empty());
+                }
+                if buf.filled().len() == before {
+                    return Poll::Pending;
+                }
+            }
+        }
         this.count_frames(&buf.filled()[before..]);
         let left = this.joiner.join_data(&mut buf.filled_mut()[before..]);
         buf.set_filled(before + left);
@@ -259,9 +271,25 @@ impl AsyncWrite for FrameCountingStream {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+    use std::task::Waker;
+    use std::time::Duration;
+
+    use parking_lot::Mutex;
     use proptest::prelude::*;
+    use tidegate::clock::ManualClock;
+    use tidegate_core::Time;
+    use tidegate_policy::AccessLogMode;
+    use tokio::net::UnixStream;
 
     use super::*;
+    use crate::access_log::AccessLog;
+    use crate::events::server_events;
+    use crate::http2::Http2Client;
+    use crate::refusal_log::RefusalLog;
+    use crate::rejections::HeadRejections;
+    use crate::watchdog::tests::uniform_timeouts;
+    use crate::watchdog::{ConnectionPhase, EndReason, Watchdog};
 
     fn contents(parser: &mut FrameParser, mut bytes: &[u8]) -> Vec<FrameContent> {
         let mut found = Vec::new();
@@ -284,6 +312,42 @@ mod tests {
             bytes = rest;
         }
         found
+    }
+
+    #[tokio::test]
+    async fn what_has_arrived_is_read_before_displacement() {
+        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8, true);
+        let (watch, entry) = watchdog.add_connection(None);
+        watch.enter(ConnectionPhase::Idle);
+        let rejections = HeadRejections {
+            listener: "inbound",
+            access_log: AccessLog::new(AccessLogMode::Off, ManualClock::default()),
+            refusals: Arc::new(RefusalLog::new(1, Arc::new(server_events(Time::ZERO)))),
+        };
+        let client = Http2Client {
+            address: ([192, 0, 2, 1], 1).into(),
+            tls: None,
+            watch: Arc::clone(&watch),
+            entry: Arc::new(entry),
+            rejections: Arc::new(rejections),
+            ip: [192, 0, 2, 1].into(),
+            client_limit: None,
+            free_slot: Mutex::default(),
+        };
+        let (near, mut far) = std::os::unix::net::UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let near = ClientStream::Unix(UnixStream::from_std(near).unwrap());
+        let mut stream = FrameCountingStream::new(near, Arc::new(Streams::new(client)));
+        let mut bytes = [0; 64];
+        let mut buffer = ReadBuf::new(&mut bytes);
+        let mut poll =
+            || Pin::new(&mut stream).poll_read(&mut Context::from_waker(Waker::noop()), &mut buffer).is_ready();
+        assert!(!poll());
+        far.write_all(b"PRI").unwrap();
+        assert!(!poll(), "the runtime hasn't noticed it");
+        watch.end_phase(ConnectionPhase::Idle, EndReason::Displaced);
+        assert!(poll());
+        assert_eq!(buffer.filled(), b"PRI");
     }
 
     #[test]
