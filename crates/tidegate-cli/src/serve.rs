@@ -25,7 +25,7 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult 
     let (policy, source_name) = policy::load(config, policy::environment(prefix))?;
     let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
     let _log = log::start(policy.log(), filter.as_deref()).map_err(invalid_input)?;
-    descriptors::raise_limit(&policy);
+    descriptors::raise_limit();
     // On one processor the multi-threaded runtime only adds costs.
     let is_single_core = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
     let mut runtime = if is_single_core {

@@ -531,9 +531,37 @@ fn descriptor_limit_is_raised_and_compared_with_caps() {
         (soft.map(str::to_owned), gate.line_count("fewer file descriptors") > 0)
     };
     let linux = |limit: &str| cfg!(target_os = "linux").then(|| limit.to_owned());
-    // 100 twice, 64 of the admin listener, and 64 others.
+    // 100 twice, 64 of the admin listener, 42 for calls whose client has gone away, and 64 others.
     assert_eq!(served("-Sn 100; ulimit -Hn 400"), (linux("400"), false));
     assert_eq!(served("-n 300"), (linux("300"), true));
+}
+
+#[test]
+fn abandoned_calls_leave_descriptors_to_others() {
+    for on_disconnect in ["close", "finish"] {
+        let upstream = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = upstream.local_addr().unwrap().port();
+        let (accepted, calls) = std::sync::mpsc::channel();
+        thread::spawn(move || upstream.incoming().try_for_each(|stream| accepted.send(stream)));
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -n 256; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_tidegate")]);
+        let policy = format!(
+            "[inbound]\non_disconnect = \"{on_disconnect}\"\ntrusted_proxies = [\"127.0.0.1\"]\n\
+             [inbound.action.all]\nmatch = {{ path = \"/\" }}\nlimit = \"1000 in flight\"\n"
+        );
+        let (gate, ports) = gate_by(command, &policy, port);
+        let _held: Vec<_> = (0..300)
+            .map(|number| {
+                let mut client = HttpClient::connect(ports.gate).unwrap();
+                client.send(format!("GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 2001:db8:{number:x}::1\r\n\r\n"));
+                calls.recv_timeout(Duration::from_secs(10)).expect("the gate can connect").unwrap()
+            })
+            .collect();
+        assert_eq!(HttpClient::connect(ports.admin).unwrap().request(get_request("/healthz")).status, 200);
+        let open = std::fs::read_dir(format!("/proc/{}/fd", gate.id())).unwrap().count();
+        assert!((30..200).contains(&open), "{open} descriptors are open");
+        assert_eq!(gate.line_count("can't accept connections"), 0, "{}", gate.output());
+    }
 }
 
 #[test]

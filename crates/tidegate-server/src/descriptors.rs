@@ -1,13 +1,37 @@
 //! File descriptors: the number that a policy's connections may need, the limit of the process, and the caps on connections
-//! within it.
+//! within it. Connections to an upstream that are kept although their client has gone away have a share of their own.
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tidegate_policy::{Http2Mode, ListenConfig, Policy};
+use tokio::sync::{Semaphore, SemaphorePermit};
 
+use crate::finish::MAX_FINISHING;
+use crate::upstream::MAX_OBSERVED;
 use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS, RESP_CONNECTIONS, RLS_CONNECTIONS};
 
 /// The descriptors of a process besides its connections: listeners, files of the store and the log, the runtime's own.
 const OTHER_DESCRIPTORS: u64 = 64;
+
+/// The maximum number of connections to an upstream whose client has gone away.
+const MAX_WITHOUT_CLIENT: usize = MAX_FINISHING + MAX_OBSERVED;
+/// They take at most one in this number of the descriptors for connections.
+const WITHOUT_CLIENT_DIVISOR: u64 = 8;
+
+static WITHOUT_CLIENT: Semaphore = Semaphore::const_new(MAX_WITHOUT_CLIENT);
+
+/// Returns a place for a connection to an upstream whose client has gone away. `None` if the descriptors of the process
+/// leave none.
+pub(crate) fn place_without_client() -> Option<SemaphorePermit<'static>> {
+    let place = WITHOUT_CLIENT.try_acquire().ok()?;
+    let used = MAX_WITHOUT_CLIENT - WITHOUT_CLIENT.available_permits();
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    (used as u64 <= places_without_client(limit)).then_some(place)
+}
+
+/// The number of these places in a process that may have this number of descriptors.
+fn places_without_client(limit: u64) -> u64 {
+    (limit.saturating_sub(OTHER_DESCRIPTORS) / WITHOUT_CLIENT_DIVISOR).min(MAX_WITHOUT_CLIENT as u64)
+}
 
 /// The admin listener keeps one in this number of the descriptors for connections, before the other listeners share the rest.
 const ADMIN_DIVISOR: u64 = 4;
@@ -53,12 +77,22 @@ impl ConnectionCap {
 }
 
 impl ConnectionCaps {
-    /// Returns the caps of a policy in this process.
+    /// Returns the caps of a policy in this process. Warns if they are lower than the policy says.
     pub(crate) fn of(policy: &Policy) -> Self {
         let mut caps = Self::configured(policy);
-        if let Some(limit) = getrlimit(Resource::Nofile).current {
-            caps.lower_to(limit);
-        }
+        let Some(limit) = getrlimit(Resource::Nofile).current.filter(|limit| *limit < caps.needed(*limit)) else {
+            return caps;
+        };
+        caps.lower_to(limit);
+        tracing::warn!(
+            limit,
+            needed = caps.needed(u64::MAX),
+            inbound = caps.inbound.connections,
+            outbound = caps.outbound.connections,
+            admin = caps.admin.connections,
+            "fewer file descriptors than connections may take, so there will be fewer connections: raise the hard limit \
+             (ulimit -Hn), or lower inbound.caps.connections or outbound.connections"
+        );
         caps
     }
 
@@ -87,19 +121,22 @@ impl ConnectionCaps {
         }
     }
 
-    /// The number of open descriptors when every listener is at its cap.
-    fn needed(&self) -> u64 {
+    /// The number of open descriptors when every listener is at its cap, in a process with this limit.
+    fn needed(&self, limit: u64) -> u64 {
         let Self { inbound, outbound, api, rls, resp, admin } = self;
-        [inbound, outbound, api, rls, resp, admin].map(|cap| cap.needed()).iter().sum::<u64>() + OTHER_DESCRIPTORS
+        let connections = [inbound, outbound, api, rls, resp, admin].map(|cap| cap.needed()).iter().sum::<u64>();
+        connections + self.without_client(limit) + OTHER_DESCRIPTORS
+    }
+
+    fn without_client(&self, limit: u64) -> u64 {
+        let forwards = self.inbound.needed() + self.outbound.needed() > 0;
+        if forwards { places_without_client(limit) } else { 0 }
     }
 
     /// Lowers the caps so that they need no more than this number of descriptors. The listeners share equally what the
     /// admin listener leaves; what one of them doesn't need is the others'.
     fn lower_to(&mut self, limit: u64) {
-        if self.needed() <= limit {
-            return;
-        }
-        let mut left = limit.saturating_sub(OTHER_DESCRIPTORS);
+        let mut left = limit.saturating_sub(OTHER_DESCRIPTORS + self.without_client(limit));
         self.admin.lower_to(left / ADMIN_DIVISOR);
         left = left.saturating_sub(self.admin.connections as u64);
         let mut others = [&mut self.inbound, &mut self.outbound, &mut self.api, &mut self.rls, &mut self.resp];
@@ -112,32 +149,16 @@ impl ConnectionCaps {
     }
 }
 
-/// Raises the process' limit on descriptors (`RLIMIT_NOFILE`) to its hard limit. Warns if that is less than the
-/// policy's connections may need. `tidegate serve` calls this at its start; other programs can decide for themselves. A
-/// server has as many connections as the limit allows at its start.
-pub fn raise_limit(policy: &Policy) {
+/// Raises the process' limit on descriptors (`RLIMIT_NOFILE`) to its hard limit. `tidegate serve` calls this at its start;
+/// other programs can decide for themselves. A server has as many connections as the limit allows at its start, and warns if
+/// they are fewer than the policy says.
+pub fn raise_limit() {
     let mut limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {
-        let soft = std::mem::replace(&mut limit.current, limit.maximum);
+        limit.current = limit.maximum;
         if let Err(error) = setrlimit(Resource::Nofile, limit) {
             tracing::warn!(%error, "the limit on file descriptors can't be raised");
-            limit.current = soft;
         }
-    }
-    let caps = ConnectionCaps::configured(policy);
-    let needed = caps.needed();
-    if let Some(limit) = limit.current.filter(|limit| *limit < needed) {
-        let mut lowered = caps;
-        lowered.lower_to(limit);
-        tracing::warn!(
-            limit,
-            needed,
-            inbound = lowered.inbound.connections,
-            outbound = lowered.outbound.connections,
-            admin = lowered.admin.connections,
-            "fewer file descriptors than connections may take, so there will be fewer connections: raise the hard limit \
-             (ulimit -Hn), or lower inbound.caps.connections or outbound.connections"
-        );
     }
 }
 
@@ -156,11 +177,11 @@ mod tests {
     #[test]
     fn proxied_connections_need_two_descriptors() {
         let none = caps("[admin]\nlisten = \"off\"\n[api]\nlisten = \"off\"\n");
-        assert_eq!(none.needed(), OTHER_DESCRIPTORS);
-        assert_eq!(caps("[admin]\nlisten = \"off\"\n").needed(), OTHER_DESCRIPTORS + 1024);
-        assert_eq!(caps(PROXY).needed(), OTHER_DESCRIPTORS + 1024 + 64 + 1000);
+        assert_eq!(none.needed(1 << 16), OTHER_DESCRIPTORS);
+        assert_eq!(caps("[admin]\nlisten = \"off\"\n").needed(1 << 16), OTHER_DESCRIPTORS + 1024);
+        assert_eq!(caps(PROXY).needed(1 << 16), OTHER_DESCRIPTORS + 1024 + 64 + 1000 + 1536);
         let with_http2 = PROXY.replace("[inbound]\n", "[inbound]\nhttp2 = \"always\"\n");
-        assert_eq!(caps(&with_http2).needed(), OTHER_DESCRIPTORS + 1024 + 64 + 1500);
+        assert_eq!(caps(&with_http2).needed(1 << 16), OTHER_DESCRIPTORS + 1024 + 64 + 1500 + 1536);
     }
 
     #[test]
@@ -168,7 +189,7 @@ mod tests {
         let everything =
             format!("{PROXY}[rls]\n[resp]\n[outbound.provider.tmdb]\nbase_url = \"https://a.test\"\nauth = \"none\"\n");
         for file in [PROXY, &everything] {
-            for limit in [80, 128, 256, 1000, 1024, 2152, 4096, 1 << 16] {
+            for limit in [80, 128, 256, 1000, 1024, 2452, 4096, 1 << 16] {
                 let mut lowered = caps(file);
                 lowered.lower_to(limit);
                 let ConnectionCaps { inbound, outbound, api, rls, resp, admin } = lowered;
@@ -176,15 +197,15 @@ mod tests {
                     .map(|cap| cap.connections as u64 * cap.descriptors)
                     .iter()
                     .sum();
-                assert!(used + OTHER_DESCRIPTORS <= limit, "{limit}: {lowered:?}");
-                assert!(limit < 2152 || file != PROXY || lowered == caps(file), "{limit}: {lowered:?}");
+                assert!(used + places_without_client(limit) + OTHER_DESCRIPTORS <= limit, "{limit}: {lowered:?}");
+                assert!(limit < 2452 || file != PROXY || lowered == caps(file), "{limit}: {lowered:?}");
             }
         }
         let mut lowered = caps(PROXY);
         lowered.lower_to(256);
         let ConnectionCaps { inbound, api, admin, .. } = lowered;
-        assert_eq!((inbound.connections, api.connections, admin.connections), (36, 72, 48));
-        assert_eq!((inbound.of_client(125), api.of_client(512), admin.of_client(2)), (18, 36, 2));
+        assert_eq!((inbound.connections, api.connections, admin.connections), (31, 64, 42));
+        assert_eq!((inbound.of_client(125), api.of_client(512), admin.of_client(2)), (15, 32, 2));
         lowered.lower_to(1);
         assert_eq!((lowered.inbound.connections, lowered.admin.connections), (1, 1), "every listener stays open");
     }

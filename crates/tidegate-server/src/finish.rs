@@ -12,12 +12,13 @@ use http_body_util::BodyExt as _;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
+use crate::descriptors::place_without_client;
 use crate::permit_renewer::PermitHandle;
 use crate::upstream::{UpstreamBody, UpstreamError};
 use crate::watchdog::ConnectionWatch;
 
 /// The maximum number of calls that are finished without their client. Further ones are abandoned.
-const MAX_FINISHING: usize = 1024;
+pub(crate) const MAX_FINISHING: usize = 1024;
 
 /// The most bytes of a reply that are read without its client. A server may send them fast and without an end.
 const MAX_DISCARDED_BYTES: usize = 64 << 20;
@@ -90,10 +91,11 @@ async fn discard(mut body: UpstreamBody) -> Option<()> {
 
 /// Runs an exchange to its end, and returns the permit. If there is no place, or no time left, it is abandoned.
 fn finish(permit: PermitHandle, timeout: Duration, exchange: impl Future<Output = Option<()>> + Send + 'static) {
-    if let (Ok(runtime), Ok(place)) = (Handle::try_current(), FINISHING.try_acquire()) {
+    let places = (FINISHING.try_acquire(), place_without_client());
+    if let (Ok(runtime), (Ok(place), Some(descriptor))) = (Handle::try_current(), places) {
         permit.count_abandoned();
         runtime.spawn(async move {
-            let _place = place;
+            let _places = (place, descriptor);
             if let Ok(None) = tokio::time::timeout(timeout, exchange).await {
                 permit.work.cancel();
             }

@@ -18,12 +18,13 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use super::ReplyStream;
+use crate::descriptors::place_without_client;
 use crate::permit_renewer::{AbandonedWork, RequestPermit};
 
 /// The longest time for which a connection is observed after its request was abandoned: that for which a permit is kept.
 const MAX_OBSERVED_TIME: Duration = Duration::from_secs(30);
 /// The maximum number of connections that are observed. Further ones are closed.
-const MAX_OBSERVED: usize = 512;
+pub(crate) const MAX_OBSERVED: usize = 512;
 
 static OBSERVATIONS: Semaphore = Semaphore::const_new(MAX_OBSERVED);
 
@@ -127,10 +128,11 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Drop for ObservedStream
     fn drop(&mut self) {
         let current = self.work.lock().take();
         let Some((work, attempt)) = current.filter(|(work, attempt)| work.is_observed(*attempt)) else { return };
-        match (self.stream.take(), Handle::try_current(), OBSERVATIONS.try_acquire()) {
-            (Some(stream), Ok(runtime), Ok(place)) => {
+        let places = (OBSERVATIONS.try_acquire(), place_without_client());
+        match (self.stream.take(), Handle::try_current(), places) {
+            (Some(stream), Ok(runtime), (Ok(place), Some(descriptor))) => {
                 runtime.spawn(async move {
-                    let _place = place;
+                    let _places = (place, descriptor);
                     let answer = tokio::time::timeout(MAX_OBSERVED_TIME, wait_for_answer(stream.into_inner())).await;
                     work.end_observation(attempt, answer.unwrap_or(false));
                 });
