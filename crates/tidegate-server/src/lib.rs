@@ -37,18 +37,18 @@
 //! Forward-auth skips these two checks, because front servers pass on the headers of browsers.
 //!
 //! # Protocols of the proxy
-//! The proxy speaks HTTP/1.1 and 1.0, and HTTP/2 by ALPN or, with `http2 = "always"`, with prior knowledge. To the upstream
-//! it speaks HTTP/1.1, or with `upstream_http2` HTTP/2, to an `https` upstream over TLS. It streams bodies and never collects
-//! them. If a client disconnects or resets its stream, its upstream request is cancelled. `CONNECT` and `TRACE` are refused
-//! with 405. All upgrades of HTTP/1.1 except `h2c` pass.
+//! The proxy speaks HTTP/1.1 and 1.0, and HTTP/2 by ALPN or, with `http2 = "always"`, with prior knowledge. To the
+//! upstream it speaks HTTP/1.1, or with `upstream_http2` HTTP/2, to an `https` upstream over TLS. It streams bodies and
+//! never collects them. If a client disconnects or resets its stream, its upstream request is cancelled. `CONNECT` and
+//! `TRACE` are refused with 405. All upgrades of HTTP/1.1 except `h2c` pass.
 //!
 //! # Behaviour at the limits
-//! - **Connections**: at the cap a new connection displaces another one. The first choice is the oldest that has never sent a
-//!   whole head (503 if it has begun one), of the clients that have most of them, while such connections take more than a
-//!   quarter of the places. Then comes the connection that has been idle longest between requests, then the oldest that has
-//!   its response and still sends, and at last again those without a whole head. A connection with a request in progress is
-//!   never displaced by the proxy and the gateway: if all have one, new connections wait. The other listeners displace those whose
-//!   clients don't send the rest of their requests, or don't read their replies.
+//! - **Connections**: at the cap a new connection displaces another one. The first choice is the oldest that has never
+//!   sent a whole head (503 if it has begun one), of the clients that have most of them, while such connections take
+//!   more than a quarter of the places. Then comes the connection that has been idle longest between requests, then the
+//!   oldest that has its response and still sends, and at last again those without a whole head. A connection with a
+//!   request in progress is never displaced by the proxy and the gateway: if all have one, new connections wait. The
+//!   other listeners displace those whose clients don't send the rest of their requests, or don't read their replies.
 //! - **Connections of one client address** (IPv6: by `inbound.ipv6_prefix`) beyond `connections_per_client`: 503 and a
 //!   close; with TLS only a close. Loopback and trusted proxies are not counted.
 //! - **Descriptors**: the caps on connections are lower if the process may have too few, see [`descriptors`].
@@ -487,7 +487,7 @@ impl ListenerConfigs<'_> {
         (&admin.listen, self.limits("admin", &admin.listen, self.caps.admin, admin.connections_per_client))
     }
 
-    /// The limits of a listener that answers by itself.
+    /// The limits of a listener, as far as no section says otherwise.
     fn limits(
         &self,
         section: &'static str,

@@ -60,7 +60,7 @@ pub(crate) struct SharedParts {
     pub(crate) sessions: Sessions,
     /// The limit on tries to sign in to it.
     pub(crate) sign_in_limiter: Arc<SignInLimiter>,
-    /// The permits of the streams of events.
+    /// The places for streams of events.
     pub(crate) event_streams: Arc<StreamPlaces>,
     /// The requests of the last hour, if the policy has them remembered.
     pub(crate) request_history: Option<Arc<RequestHistory>>,

@@ -60,8 +60,9 @@ use tidegate_core::{Admission, Batch, Key, Limits, Op, Outcomes, Time};
 /// A store of state.
 ///
 /// A store that wraps another one passes every method on, also those with a default: without [`Store::maintain`], idle
-/// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone; without [`Store::known_block`], calls
-/// of blocked clients may cost more; without [`Store::announce`], other nodes don't see it; without [`Store::inspect`] and [`Store::fallback_count`], outages aren't seen.
+/// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone; without [`Store::known_block`],
+/// calls of blocked clients may cost more; without [`Store::announce`], other nodes don't see it; without
+/// [`Store::inspect`] and [`Store::fallback_count`], outages aren't seen.
 pub trait Store: Send + Sync + 'static {
     /// The future of an answer that isn't immediate.
     type Future: Future<Output = Result<Outcomes, StoreError>> + Send;
@@ -75,8 +76,9 @@ pub trait Store: Send + Sync + 'static {
     /// Applies a batch without an answer, such as the release of a permit when a caller is cancelled.
     fn submit(&self, batch: &Batch, now: Time);
 
-    /// The latest end of the blocks that refuse a batch of peeks, as far as this process knows them without a question to another one.
-    /// `None` if none is known, which is the default: every block is then found when a batch is applied.
+    /// The latest end of the blocks that refuse a batch of peeks, as far as this process knows them without a question
+    /// to another one. `None` if none is known, which is the default: every block is then found when a batch is
+    /// applied.
     fn known_block(&self, batch: &Batch, now: Time) -> Option<Time> {
         let _ = (batch, now);
         None

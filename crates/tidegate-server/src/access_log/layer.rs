@@ -35,8 +35,8 @@ impl AccessLog {
             watch.access.put(Box::new(AccessEntry::of_request(listener, self.now(), client_ip(&request), &request)));
             OpenRequest { log: Arc::clone(self), watch: Arc::clone(watch) }
         });
-        let pause = watch.ends_turn().then(|| Pause { watch: Arc::clone(watch), phase: None });
-        LoggedResponseFuture { respond: respond(request), open, pause }
+        let yielding = watch.must_yield().then(|| YieldBeforeResponse { watch: Arc::clone(watch), phase: None });
+        LoggedResponseFuture { respond: respond(request), open, yielding }
     }
 }
 
@@ -70,14 +70,14 @@ impl Drop for OpenRequest {
     }
 }
 
-/// A turn of other tasks before a response.
-struct Pause {
+/// Lets all other tasks run once before a response.
+struct YieldBeforeResponse {
     watch: Arc<ConnectionWatch>,
-    /// The phase of the request, once the turn has begun.
+    /// The phase of the request, while other tasks run.
     phase: Option<ConnectionPhase>,
 }
 
-impl Pause {
+impl YieldBeforeResponse {
     #[cold]
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if let Some(phase) = self.phase.take() {
@@ -97,7 +97,7 @@ pin_project! {
         #[pin]
         respond: F,
         open: Option<OpenRequest>,
-        pause: Option<Pause>,
+        yielding: Option<YieldBeforeResponse>,
     }
 }
 
@@ -106,9 +106,9 @@ impl<F: Future<Output = Result<Response<ResponseBody>, Infallible>>> Future for 
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
-        if let Some(pause) = this.pause {
-            ready!(pause.poll(cx));
-            *this.pause = None;
+        if let Some(yielding) = this.yielding {
+            ready!(yielding.poll(cx));
+            *this.yielding = None;
         }
         let response = ready!(this.respond.poll(cx));
         Poll::Ready(match this.open.take() {

@@ -19,15 +19,16 @@ use crate::stream::ClientStream;
 /// The most frames beyond requests and data that a client may send at once: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, and
 /// all others that carry neither. One more ends the connection.
 const MAX_CONTROL_FRAMES: u32 = 1000;
-/// The further ones that each request allows. Browsers send a priority and a window beside it.
+/// The number of such frames that each request adds to what the client may send. Browsers send a priority and a window
+/// beside it.
 const CONTROL_FRAMES_PER_REQUEST: u32 = 8;
-/// The further ones that each piece of a response allows. Some clients update two windows for each, and send a PING.
+/// The number that each piece of a response adds. Some clients update two windows for each, and send a PING.
 /// Larger pieces count as several, as clients with small windows read them. Smaller windows than that may be too slow.
 const CONTROL_FRAMES_PER_PIECE: usize = 4;
 pub(super) const COUNTED_PIECE: usize = 64;
 /// The most pieces whose frames may still come: those of all streams that the client reads at the same time.
 const MAX_UNREAD_PIECES: usize = MAX_STREAMS as usize * MAX_PIECE / COUNTED_PIECE;
-/// The further ones of each second, so that a connection with a slow stream may send PINGs for as long as it likes.
+/// The number that each second adds, so that a connection with a slow stream may send PINGs for as long as it likes.
 const CONTROL_FRAMES_PER_SECOND: u32 = 10;
 
 /// The data of frames with fewer bytes is joined: those that the library counts.

@@ -16,9 +16,9 @@ use super::Watchdog;
 use super::phase::{ConnectionPhase, EndReason, MAX_HEAD_BYTES, PHASE_MASK, UNCOUNTED_HEAD_BYTES, ticks};
 use crate::access_log::AccessSlot;
 
-/// The requests of one connection that are answered before other tasks have a turn. The HTTP library itself pauses as often,
-/// but its task goes on before the runtime has looked for what other clients have sent.
-const TURN_REQUESTS: u32 = 16;
+/// The requests of one connection that are answered before all other tasks run. The HTTP library itself yields as often, but
+/// its task goes on before the runtime has looked for what other clients have sent.
+const MAX_REQUESTS_BEFORE_YIELD: u32 = 16;
 
 /// A flag that several tasks read and write, without any order towards other memory.
 #[derive(Debug, Default)]
@@ -67,8 +67,8 @@ pub(crate) struct HeadState {
     /// The bytes of the current head that are counted in the listener's total.
     pub(super) counted_bytes: AtomicUsize,
     request_count: AtomicU32,
-    /// The requests since the client was last waited for.
-    in_turn: AtomicU32,
+    /// The requests since other tasks last ran, or the client was last waited for.
+    since_yield: AtomicU32,
     /// The number, from 1, of the first head that servers may read in different ways; 0 if there is none.
     pub(crate) first_ambiguous: AtomicU32,
 }
@@ -317,18 +317,18 @@ impl ConnectionWatch {
         (1..=self.head.request_count.load(Relaxed)).contains(&self.head.first_ambiguous.load(Relaxed))
     }
 
-    /// Counts a request that is answered now. Returns true if other tasks must have a turn before, because the client has sent
-    /// so many requests at once.
-    pub(crate) fn ends_turn(&self) -> bool {
-        let in_turn = self.head.in_turn.load(Relaxed);
-        let is_end = in_turn >= TURN_REQUESTS;
-        self.head.in_turn.store(if is_end { 1 } else { in_turn + 1 }, Relaxed);
-        is_end
+    /// Counts a request that is answered now. Returns true if all other tasks must run before, because the client has sent so
+    /// many requests at once.
+    pub(crate) fn must_yield(&self) -> bool {
+        let count = self.head.since_yield.load(Relaxed);
+        let must_yield = count >= MAX_REQUESTS_BEFORE_YIELD;
+        self.head.since_yield.store(if must_yield { 1 } else { count + 1 }, Relaxed);
+        must_yield
     }
 
-    /// Notes that the client has sent no more, so that other tasks have a turn.
+    /// Notes that the client has sent no more, so that other tasks run.
     pub(crate) fn note_waiting(&self) {
-        self.head.in_turn.store(0, Relaxed);
+        self.head.since_yield.store(0, Relaxed);
     }
 
     /// Acquires one of the few slots of connections that may linger for long. `None` for a blocked client, or if all

@@ -1,7 +1,7 @@
 //! The Redis protocol, version 2 and 3: the decisions of the API as commands.
 //!
 //! A client may send many requests before it reads the replies. All that has arrived is answered, in order, before the
-//! replies are sent. A connection answers so many in its turn, and then other tasks have theirs.
+//! replies are sent. After a number of requests, all other tasks run before the connection answers more.
 
 mod commands;
 mod parser;
@@ -39,11 +39,11 @@ const READ_BYTES: usize = 16 << 10;
 /// From this number of bytes on, replies are sent before further requests are answered.
 const MAX_OUTPUT: usize = 64 << 10;
 
-/// The bytes of requests that a connection answers before all other tasks have a turn. The runtime itself interrupts only
+/// The bytes of requests that a connection answers before all other tasks run. The runtime itself interrupts only
 /// reads and writes, and one read brings hundreds of requests.
-const TURN_BYTES: usize = 16 << 10;
-/// The bytes for which a shorter request counts, so that a turn has at most 64 decisions.
-const MIN_REQUEST_COST: usize = TURN_BYTES / 64;
+const MAX_BYTES_BEFORE_YIELD: usize = 16 << 10;
+/// The bytes for which a shorter request counts, so that there are at most 64 decisions before other tasks run.
+const MIN_REQUEST_COST: usize = MAX_BYTES_BEFORE_YIELD / 64;
 
 /// The state that all connections share.
 pub(crate) struct RespState<S: Store, C: Clock> {
@@ -69,7 +69,7 @@ impl<S: Store, C: Clock> ConnectionHandler for RespHandler<S, C> {
             session: Session::new(),
             input: Vec::new(),
             output: Vec::new(),
-            turn: TURN_BYTES,
+            bytes_before_yield: MAX_BYTES_BEFORE_YIELD,
         };
         async move { connection.run().await }
     }
@@ -102,8 +102,8 @@ struct Connection<S: Store, C: Clock> {
     /// The beginning of a request that hasn't arrived whole. A connection without one keeps no buffer.
     input: Vec<u8>,
     output: Vec<u8>,
-    /// The bytes of requests that it may still answer in its turn.
-    turn: usize,
+    /// The bytes of requests that it may still answer before it yields to other tasks.
+    bytes_before_yield: usize,
 }
 
 impl<S: Store, C: Clock> Connection<S, C> {
@@ -200,10 +200,10 @@ impl<S: Store, C: Clock> Connection<S, C> {
                 }
                 self.client.watch.enter(ConnectionPhase::Deciding);
             }
-            self.turn = self.turn.saturating_sub(parsed.length.max(MIN_REQUEST_COST));
-            if self.turn == 0 {
+            self.bytes_before_yield = self.bytes_before_yield.saturating_sub(parsed.length.max(MIN_REQUEST_COST));
+            if self.bytes_before_yield == 0 {
                 tokio::task::yield_now().await;
-                self.turn = TURN_BYTES;
+                self.bytes_before_yield = MAX_BYTES_BEFORE_YIELD;
             }
         };
         if begin < input.len() {
