@@ -4,7 +4,7 @@ use std::fs::{self, File, Metadata};
 use std::io::{self, Read as _};
 use std::path::Path;
 
-/// Reads a file of at most `max_bytes`. Never waits for a writer, as a pipe's reader does, and opens no device.
+/// Reads a file of at most `max_bytes`. Never waits for a writer, as a pipe's reader does, and reads no device.
 ///
 /// # Errors
 /// It isn't a regular file, is too large ([`io::ErrorKind::FileTooLarge`]), or can't be read.
