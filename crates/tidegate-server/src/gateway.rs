@@ -184,13 +184,15 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                     (Some(_), None) => {
                         let send = |options, request| mount.service.send(options, request);
                         // Boxed, because calls that aren't cached would need the space for it too.
-                        let called = Box::pin(gateway.cache.call(&mount.service, options, request, send)).await;
-                        called.map(|response| {
-                            if let Some(status) = response.extensions().get::<CacheStatus>() {
-                                mount.cache_results.add(*status as usize, 1);
-                            }
-                            relay_response(response, &client, plan, None)
-                        })
+                        let response = Box::pin(gateway.cache.call(&mount.service, options, request, send)).await?;
+                        if let Some(status) = response.extensions().get::<CacheStatus>() {
+                            mount.cache_results.add(*status as usize, 1);
+                        }
+                        let (parts, body) = response.into_parts();
+                        match body.unless_broken() {
+                            Ok(body) => Ok(relay_response(Response::from_parts(parts, body), &client, plan, None)),
+                            Err(error) => Err(call_error::broken_reply(mount.service.provider(), &parts, error)),
+                        }
                     }
                     (_, client_upgrade) => {
                         let called = mount.service.send(options, request).await;

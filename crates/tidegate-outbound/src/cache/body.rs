@@ -51,6 +51,19 @@ impl<B: Body> CacheBody<B> {
     pub(super) fn pass_through(body: B) -> Self {
         Self { inner: CacheBodyInner::PassedThrough { body } }
     }
+
+    /// Returns the body, unless it has already broken off.
+    ///
+    /// # Errors
+    /// The error that broke it off. The part before it is dropped.
+    pub fn unless_broken(mut self) -> Result<Self, B::Error> {
+        if let CacheBodyInner::PartlyRead { begun } = &mut self.inner
+            && let Some(Err(error)) = begun.next_frame.take_if(|next| next.is_err())
+        {
+            return Err(error);
+        }
+        Ok(self)
+    }
 }
 
 impl<B: Body> Default for CacheBody<B> {
@@ -96,6 +109,8 @@ impl<B: Body<Data = Bytes>> Body for CacheBody<B> {
         match &self.inner {
             CacheBodyInner::Whole { bytes } => SizeHint::with_exact(bytes.len() as u64),
             CacheBodyInner::PassedThrough { body } => body.size_hint(),
+            // With the size of what arrived, a caller would take that for the whole body.
+            CacheBodyInner::PartlyRead { begun: PartlyReadBody { next_frame: Some(Err(_)), .. } } => SizeHint::new(),
             CacheBodyInner::PartlyRead { begun } => {
                 let next_frame = begun.next_frame.as_ref().and_then(|next| next.as_ref().ok()?.data_ref());
                 let buffered = begun.buffered.len() + next_frame.map_or(0, Bytes::len);

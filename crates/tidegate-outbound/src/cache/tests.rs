@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
-use http_body::Frame;
+use http_body::{Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use parking_lot::Mutex;
 use tidegate_core::{Lane, Time};
@@ -57,11 +57,12 @@ enum Piece {
 struct Script {
     pieces: VecDeque<Piece>,
     pausing: Option<Pin<Box<Sleep>>>,
+    has_broken: bool,
 }
 
 impl Script {
     fn of(pieces: impl IntoIterator<Item = Piece>) -> Self {
-        Self { pieces: pieces.into_iter().collect(), pausing: None }
+        Self { pieces: pieces.into_iter().collect(), ..Self::default() }
     }
 
     fn text(text: impl Into<Bytes>) -> Self {
@@ -86,13 +87,21 @@ impl Body for Script {
                 None => None,
                 Some(Piece::Data(bytes)) => Some(Ok(Frame::data(bytes))),
                 Some(Piece::Trailers) => Some(Ok(Frame::trailers(HeaderMap::new()))),
-                Some(Piece::Break) => Some(Err("broken")),
+                Some(Piece::Break) => {
+                    self.has_broken = true;
+                    Some(Err("broken"))
+                }
                 Some(Piece::Pause(time)) => {
                     self.pausing = Some(Box::pin(sleep(time)));
                     continue;
                 }
             });
         }
+    }
+
+    /// Nothing follows an error.
+    fn size_hint(&self) -> SizeHint {
+        if self.has_broken { SizeHint::with_exact(0) } else { SizeHint::default() }
     }
 }
 

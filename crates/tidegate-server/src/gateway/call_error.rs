@@ -1,14 +1,16 @@
 //! The gateway's own errors about calls to a provider, in the form that its callers read.
 
 use http::header::{HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
+use http::response::Parts;
 use http::{Response, StatusCode};
 use serde_json::json;
-use tidegate::outbound::{CallError, OutboundError, SendError};
-use tidegate_core::Span;
+use tidegate::outbound::{CallError, CallErrorKind, CallStats, OutboundError, Provider, SendError};
+use tidegate::store::Store;
+use tidegate_core::{Clock, Span};
 use tidegate_policy::outbound::{ErrorFormat, ProviderConfig as Plan};
 
 use super::{CALL_ERROR, provider_client, set_tidegate_headers};
-use crate::body::ResponseBody;
+use crate::body::{BoxError, ResponseBody};
 use crate::local_response;
 
 /// The header by which an API tells its SDK if another request can help.
@@ -17,6 +19,23 @@ const FALSE: HeaderValue = HeaderValue::from_static("false");
 /// The longest wait that an SDK is left to. Some SDKs wait as long as `Retry-After` says, even for a day, and others
 /// ignore a wait of more than a minute and return at once.
 const LONGEST_SDK_WAIT: Span = Span::from_secs(60);
+
+/// The error of a call whose reply broke off before its caller got any of it.
+pub(super) fn broken_reply<S: Store, C: Clock>(
+    provider: &Provider<S, C>,
+    reply: &Parts,
+    error: impl Into<BoxError>,
+) -> OutboundError {
+    let unknown = CallStats { attempts: 1, waited: Span::ZERO, credential: 0 };
+    let stats = reply.extensions.get::<CallStats>().copied().unwrap_or(unknown);
+    OutboundError::Call(CallError {
+        provider: provider.config().name.clone(),
+        kind: CallErrorKind::RetriesExhausted { attempts: stats.attempts, earliest: None },
+        last_reply: Some(SendError::Inner(error.into())),
+        stats,
+        failed_at: provider.clock().now(),
+    })
+}
 
 /// The response to a call without a reply.
 pub(super) fn response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody> {

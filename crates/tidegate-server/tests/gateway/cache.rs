@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tidegate::Span;
 
-use crate::common::{Answer, Api, BEARER, FREE, ONCE, get, request, running, standing};
+use crate::common::{Answer, Api, BEARER, FREE, ONCE, closing, get, provider, request, running, standing};
 use crate::wire::{body, header, json, status};
 
 fn told(answer: &str) -> Option<&str> {
@@ -107,4 +107,17 @@ async fn a_stale_reply_is_served_during_outages() {
     let other = gateway.ask(get("/api/other")).await;
     assert_eq!((status(&other), &json(&other)["error"]), (503, &"ProviderUnavailableError".into()));
     assert_eq!(api.count(), before);
+}
+
+#[tokio::test]
+async fn replies_that_break_off_are_errors() {
+    for framing in ["transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n", "content-length: 100\r\n\r\nhello"] {
+        let reply = format!("HTTP/1.1 200 OK\r\ncache-control: max-age=60\r\n{framing}");
+        let api = closing(String::leak(reply)).await;
+        let gateway = running(&provider(api, &format!("{FREE}cache = \"on\"\n")));
+        for answer in gateway.ask_at_once(3, &get("/api/x")).await {
+            assert_eq!((status(&answer), header(&answer, "tidegate-attempts")), (502, Some("1")), "{framing}");
+            assert_eq!(json(&answer)["error"], "RetriesExhaustedError");
+        }
+    }
 }

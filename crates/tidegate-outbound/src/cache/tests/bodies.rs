@@ -29,6 +29,7 @@ async fn read(cache: &Cache<Paused>, api: &Api) -> (CacheStatus, Vec<u8>, Option
             Err(error) => end = Some(error),
         }
     }
+    assert!(hint.exact().is_none() || end.is_none(), "{hint:?} for a body that ends with {end:?}");
     let length = read.len() as u64;
     assert!(hint.lower() <= length && hint.upper().is_none_or(|upper| length <= upper), "{hint:?} for {length}");
     (*parts.extensions.get().unwrap(), read, end)
