@@ -4,6 +4,9 @@ use crate::matched_actions::PathError;
 use crate::path::{PathByte, PathQuirks};
 use crate::readings::{WorkBudget, as_tokens};
 
+/// The work of rewriting an escape such as `%u00e9`, for all texts together.
+const UNICODE_ESCAPE_WORK: usize = 100;
+
 /// Returns the texts that servers read as the path of a request target, as tokens. Each ends at the target's `?`. With
 /// a `#` before that, one text ends at the `#` and another includes it. Text after two leading slashes would be a host
 /// in a URL, so the text after that host is included, too. Each text also comes with `%2f` for `%u002f`, with its plain
@@ -31,6 +34,8 @@ pub(crate) fn raw_paths(
             texts.push(rest[rest.iter().position(is_slash).unwrap_or(rest.len())..].to_vec());
         }
     }
+    let escapes = whole.windows(2).filter(|pair| pair[0] == b'%' && matches!(pair[1], b'u' | b'U')).count();
+    budget.spend(UNICODE_ESCAPE_WORK * escapes)?;
     for rewrite in [rewrite_percent_u, merge_plain_slashes] {
         for at in 0..texts.len() {
             budget.spend(texts[at].len())?;

@@ -20,7 +20,7 @@ use crate::raw_paths::{raw_paths, without_parameters};
 /// copied, some 0.5 ns. It is enough for a path of 500 bytes in which clients repeat any one feature, and for a signed
 /// URL of 1,500 bytes that is escaped into a path. Paths whose escapes stand for plain text have two readings, whose
 /// work is in proportion to their length.
-const MAX_WORK: usize = 112 << 10;
+const MAX_WORK: usize = 120 << 10;
 /// The work that keys may take if a call has several actions or paths, each of which reads the request again.
 const MAX_KEY_WORK: usize = 32 << 10;
 /// The work of a reading besides that on its bytes.
@@ -244,7 +244,8 @@ impl ReadingVisitor<'_> {
         tokens: &[PathByte],
         which: impl Fn(u8) -> bool,
     ) -> Result<Vec<PathByte>, PathError> {
-        self.budget.spend(tokens.len())?;
+        let signs = tokens.iter().filter(|(byte, _)| *byte == b'%').count();
+        self.budget.spend(tokens.len() + STEP_WORK * signs)?;
         let mut decoded = Vec::with_capacity(tokens.len());
         decode_layer(tokens, which, &mut decoded);
         Ok(decoded)
@@ -419,7 +420,10 @@ pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Vec
         decode_layer(&once, |_| true, &mut twice);
         form.clear();
         write_reading(&twice, &coarsest, &mut form);
-        if let Some(folded) = fold_case(&form, quirks) {
+        // Readings are folded, so only what was decoded now may have capitals.
+        if twice.len() < end
+            && let Some(folded) = fold_case(&form, quirks)
+        {
             form = folded;
         }
         if !forms.contains(&form) {

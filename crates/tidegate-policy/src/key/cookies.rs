@@ -227,27 +227,35 @@ pub(super) fn trim_value<'q>(value: Cow<'q, [u8]>, trim: fn(&[u8]) -> &[u8]) -> 
 }
 
 fn trimmed_start(mut text: &[u8]) -> &[u8] {
-    while let Some(..=b' ' | 0x7f..) = text.first()
-        && let Some((_, rest)) = SPACE_LENGTHS
-            .into_iter()
-            .filter_map(|length| text.split_at_checked(length))
-            .find(|(space, _)| is_space(space))
-    {
-        text = rest;
+    loop {
+        text = match text {
+            [0..=b' ' | 0x7f, rest @ ..] => rest,
+            [0x80..=0xff, ..] => {
+                let mut starts = SPACE_LENGTHS.into_iter().filter_map(|length| text.split_at_checked(length));
+                match starts.find(|(space, _)| is_space(space)) {
+                    Some((_, rest)) => rest,
+                    None => return text,
+                }
+            }
+            _ => return text,
+        };
     }
-    text
 }
 
 fn spaceless_end(mut text: &[u8]) -> &[u8] {
-    while let Some(..=b' ' | 0x7f..) = text.last()
-        && let Some((rest, _)) = SPACE_LENGTHS
-            .into_iter()
-            .filter_map(|length| Some(text.split_at(text.len().checked_sub(length)?)))
-            .find(|(_, space)| is_space(space))
-    {
-        text = rest;
+    loop {
+        text = match text {
+            [rest @ .., 0..=b' ' | 0x7f] => rest,
+            [.., 0x80..=0xff] => {
+                let ends = SPACE_LENGTHS.into_iter().filter_map(|length| text.len().checked_sub(length));
+                match ends.map(|end| text.split_at(end)).find(|(_, space)| is_space(space)) {
+                    Some((rest, _)) => rest,
+                    None => return text,
+                }
+            }
+            _ => return text,
+        };
     }
-    text
 }
 
 /// The lengths of spaces. The longest is tried first: a part of a letter of UTF-8 may be a space of Latin-1.
