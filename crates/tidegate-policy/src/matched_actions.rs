@@ -27,7 +27,7 @@ const TOO_MANY_READINGS: u16 = u16::MAX - 2;
 pub struct MatchedActions([u16; MAX_ACTIONS]);
 
 /// A path whose actions can't be determined.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
     /// Its readings match different actions, and `inbound.ambiguous_paths` is `refuse`.
     #[error(

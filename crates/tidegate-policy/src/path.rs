@@ -116,16 +116,17 @@ impl<'a> NormalisedPath<'a> {
 
     #[cold]
     fn rewrite_path(bytes: &[u8], quirks: PathQuirks) -> Self {
-        let (raw, reading) = (bytes.iter().map(|byte| (*byte, 0)), Reading::normal(quirks));
+        let reading = Reading::normal(quirks);
         // A slash is put before a path that lacks one; nothing else grows.
         let normalised = if bytes.len() < INLINE {
             let (mut short, mut tokens) = (ArrayVec::new(), ArrayVec::<PathByte, INLINE>::new());
-            decode_layer(&raw.collect::<ArrayVec<PathByte, INLINE>>(), |_| true, &mut tokens);
+            let raw: ArrayVec<PathByte, INLINE> = bytes.iter().map(|byte| (*byte, 0)).collect();
+            decode_layer(&raw, |_| true, &mut tokens);
             write_reading(&tokens, &reading, &mut short);
             Self::Short(short)
         } else {
             let (mut long, mut tokens) = (Vec::with_capacity(bytes.len() + 1), Vec::with_capacity(bytes.len()));
-            decode_layer(&raw.collect::<Vec<PathByte>>(), |_| true, &mut tokens);
+            decode_layer(&as_tokens(bytes), |_| true, &mut tokens);
             write_reading(&tokens, &reading, &mut long);
             Self::Long(long)
         };
@@ -171,6 +172,10 @@ const CLASSES: [u8; 256] = {
 
 /// A byte of a path, and the number of layers of escapes that it came out of.
 pub(crate) type PathByte = (u8, u8);
+
+pub(crate) fn as_tokens(bytes: &[u8]) -> Vec<PathByte> {
+    bytes.iter().map(|byte| (*byte, 0)).collect()
+}
 
 /// True if servers copy the byte as it is in every reading of a path whose escapes are decoded.
 #[inline]

@@ -1,8 +1,8 @@
 //! The texts that servers read as the path of a request target, before they decode its escapes.
 
 use crate::matched_actions::PathError;
-use crate::path::{PathByte, PathQuirks};
-use crate::readings::{WorkBudget, as_tokens};
+use crate::path::{PathByte, PathQuirks, as_tokens};
+use crate::readings::WorkBudget;
 
 /// The work of rewriting an escape such as `%u00e9`, for all texts together.
 const UNICODE_ESCAPE_WORK: usize = 100;

@@ -10,8 +10,8 @@ use foldhash::{HashSet, HashSetExt};
 
 use crate::matched_actions::PathError;
 use crate::path::{
-    NormalisedPath, ParameterMode, PathByte, PathQuirks, Reading, SlashMode, decode_escape, decode_layer, fold_case,
-    is_data, separators, write_reading,
+    NormalisedPath, ParameterMode, PathByte, PathQuirks, Reading, SlashMode, as_tokens, decode_escape, decode_layer,
+    fold_case, is_data, separators, write_reading,
 };
 use crate::path_encoding::percent_encode;
 use crate::raw_paths::{raw_paths, without_parameters};
@@ -312,10 +312,6 @@ impl ReadingVisitor<'_> {
         }
         Ok(())
     }
-}
-
-pub(crate) fn as_tokens(bytes: &[u8]) -> Vec<PathByte> {
-    bytes.iter().map(|byte| (*byte, 0)).collect()
 }
 
 /// Returns the path behind the host that a URL parser finds after two leading slashes.

@@ -222,8 +222,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         store.known_block(&ops, now).is_some_and(|until| until > now + MIN_BLOCK_LEFT)
     }
 
-    /// The actions of a call that isn't to be decided: all of them, whatever its address.
-    fn actions_of_correction(&self, query: &Query<'_>) -> Result<MatchedActions, CheckError> {
+    /// The actions that [`actions`](Self::actions) returns for addresses that nothing refuses.
+    fn all_actions(&self, query: &Query<'_>) -> Result<MatchedActions, CheckError> {
         match (query.actions, query.action) {
             (None, None) => Ok(self.0.plan.matching_actions(query).unwrap_or_else(MatchedActions::from)),
             _ => self.actions(query),
@@ -262,13 +262,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// # Errors
     /// As [`Gate::check`].
     pub async fn explain(&self, query: &Query<'_>) -> Result<Explanation, CheckError> {
-        let actions = self.actions_of_correction(query)?;
+        let actions = self.all_actions(query)?;
         let mut batch = self.batch(actions, query, Verb::Peek, 0)?;
         let answer = self.0.store.apply(&batch, self.0.clock.now());
         let mut outcomes = self.outcomes(&mut batch, query.ip, answer).await?;
         let decided = self.decide_outcomes(&batch, &mut outcomes);
-        let has_share = self.0.kept_permits.is_active() && !decided.blocked;
-        let beyond_share = || has_share.then(|| self.count_abandoning_client(&batch, query.ip)).flatten();
+        let asks_share = self.0.kept_permits.is_active() && !decided.blocked;
+        let beyond_share = || asks_share.then(|| self.count_abandoning_client(&batch, query.ip)).flatten();
         let decision = self.decide_by_list(query).or_else(beyond_share).unwrap_or(decided);
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
@@ -315,7 +315,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// As [`Gate::check`].
     pub fn hold_permit(&self, query: &Query<'_>, decision: &Decision) -> Result<Option<PermitGuard<S, C>>, CheckError> {
         let Some(permit) = decision.permit else { return Ok(None) };
-        let own_batch = self.batch(self.actions_of_correction(query)?, query, Verb::Renew, permit)?;
+        let own_batch = self.batch(self.all_actions(query)?, query, Verb::Renew, permit)?;
         let shared = if decision.share_level == ShareLevel::Own {
             Vec::new()
         } else {
@@ -487,7 +487,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     async fn apply_correction(&self, query: &Query<'_>, verb: Verb, holder: u64) -> Result<bool, CheckError> {
-        let batch = self.batch(self.actions_of_correction(query)?, query, verb, holder)?.with_charged_at(Time::NEVER);
+        let batch = self.batch(self.all_actions(query)?, query, verb, holder)?.with_charged_at(Time::NEVER);
         let is_done = |outcomes: &Outcomes| outcomes.list().iter().any(|found| found.admission == Admission::Admitted);
         let mut done = is_done(&self.apply(&batch).await?);
         if !done && matches!(verb, Verb::Release | Verb::Renew) {

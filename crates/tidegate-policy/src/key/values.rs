@@ -121,7 +121,7 @@ pub(crate) fn header_values<'q>(
     let mut found = FoundValues::default();
     lines.iter().try_for_each(|line| found.add(Cow::Borrowed(line)))?;
     if are_joined && is_credential {
-        // What follows may be another line, which differs in each request.
+        // Another line may follow, which differs in each request.
         let mut first_parts = lines.iter().filter_map(|line| line.split(|byte| *byte == b',').next());
         first_parts.try_for_each(|part| found.add(Cow::Borrowed(without_spaces(part))))?;
     }

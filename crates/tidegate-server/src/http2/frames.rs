@@ -46,9 +46,13 @@ const PADDED: u8 = 8;
 /// A client's stream whose frames are counted.
 pub(super) struct FrameCountingStream {
     stream: ClientStream,
-    streams: Arc<Streams>,
     parser: FrameParser,
-    joiner: FrameParser,
+    allowance: FrameAllowance,
+}
+
+/// The frames beyond requests and data that a client may send.
+struct FrameAllowance {
+    streams: Arc<Streams>,
     /// The frames beyond requests and data that the client may still send.
     allowed: u32,
     /// The tick at which time has last allowed more.
@@ -109,12 +113,13 @@ impl FrameParser {
     }
 
     /// Joins the data of small frames with that of the frame before, as far as both are whole in these bytes, so that none waits
-    /// for the rest of another. Returns the number of bytes that are left.
-    fn join_data(&mut self, bytes: &mut [u8]) -> usize {
+    /// for the rest of another. Passes the content of each frame to `seen`. Returns the number of bytes that are left.
+    fn join_data(&mut self, bytes: &mut [u8], mut seen: impl FnMut(FrameContent)) -> usize {
         let (mut read, mut written) = (0, 0);
         // The place of the frame before, and the length of its data.
         let mut joined: Option<(usize, usize)> = None;
-        while let Some((_, rest)) = self.next(&bytes[read..]) {
+        while let Some((content, rest)) = self.next(&bytes[read..]) {
+            seen(content);
             let end = bytes.len() - rest.len();
             let (length, is_plain) = (self.payload_length(), self.head[3..5] == [DATA, 0]);
             let before = joined.filter(|(at, total)| {
@@ -164,25 +169,17 @@ impl FrameParser {
 impl FrameCountingStream {
     pub(super) fn new(stream: ClientStream, streams: Arc<Streams>) -> Self {
         let refilled = streams.client.watch.watchdog.current_tick();
-        Self {
-            stream,
-            streams,
-            parser: FrameParser::new(PREFACE_BYTES),
-            joiner: FrameParser::new(PREFACE_BYTES),
-            allowed: MAX_CONTROL_FRAMES,
-            refilled,
-            pieces: 0,
-        }
+        let allowance = FrameAllowance { streams, allowed: MAX_CONTROL_FRAMES, refilled, pieces: 0 };
+        Self { stream, parser: FrameParser::new(PREFACE_BYTES), allowance }
     }
+}
 
-    fn count_frames(&mut self, mut bytes: &[u8]) {
-        while let Some((content, rest)) = self.parser.next(bytes) {
-            bytes = rest;
-            match content {
-                FrameContent::Data => {}
-                FrameContent::Head { .. } => self.allow(CONTROL_FRAMES_PER_REQUEST),
-                FrameContent::Control => self.count_control_frame(),
-            }
+impl FrameAllowance {
+    fn count_frame(&mut self, content: FrameContent) {
+        match content {
+            FrameContent::Data => {}
+            FrameContent::Head { .. } => self.allow(CONTROL_FRAMES_PER_REQUEST),
+            FrameContent::Control => self.count_control_frame(),
         }
     }
 
@@ -220,7 +217,7 @@ impl FrameCountingStream {
 impl AsyncRead for FrameCountingStream {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
-        if this.streams.is_flooded.get() {
+        if this.allowance.streams.is_flooded.get() {
             // The connection ends as soon as the library waits.
             return Poll::Pending;
         }
@@ -228,7 +225,7 @@ impl AsyncRead for FrameCountingStream {
         match Pin::new(&mut this.stream).poll_read(cx, buf) {
             Poll::Ready(read) => read?,
             Poll::Pending => {
-                if this.streams.client.watch.must_end_phase() {
+                if this.allowance.streams.client.watch.must_end_phase() {
                     // A request that has arrived isn't cut off.
                     this.stream.read_now(buf, RecvFlags::empty());
                 }
@@ -237,8 +234,8 @@ impl AsyncRead for FrameCountingStream {
                 }
             }
         }
-        this.count_frames(&buf.filled()[before..]);
-        let left = this.joiner.join_data(&mut buf.filled_mut()[before..]);
+        let read = &mut buf.filled_mut()[before..];
+        let left = this.parser.join_data(read, |content| this.allowance.count_frame(content));
         buf.set_filled(before + left);
         Poll::Ready(Ok(()))
     }
@@ -355,12 +352,16 @@ mod tests {
     fn small_data_is_joined() {
         let message = [&[0, 0, 10, DATA, 0, 0, 0, 0, 1][..], &[7; 10]].concat();
         let mut bytes = [vec![b'P'; PREFACE_BYTES], message.repeat(100)].concat();
-        let left = FrameParser::new(PREFACE_BYTES).join_data(&mut bytes);
+        let left = FrameParser::new(PREFACE_BYTES).join_data(&mut bytes, |_| {});
         assert_eq!(left, PREFACE_BYTES + FRAME_HEAD_BYTES + 1000);
         assert_eq!(bytes[PREFACE_BYTES..][..3], [0, 3, 232]);
         let mut begun = message.repeat(3);
         begun.pop();
-        assert_eq!(FrameParser::new(0).join_data(&mut begun), begun.len() - FRAME_HEAD_BYTES, "the last isn't whole");
+        assert_eq!(
+            FrameParser::new(0).join_data(&mut begun, |_| {}),
+            begun.len() - FRAME_HEAD_BYTES,
+            "the last isn't whole"
+        );
     }
 
     proptest! {
@@ -377,7 +378,7 @@ mod tests {
             let expected = frames(&bytes[PREFACE_BYTES..]);
             let (mut joiner, mut joined) = (FrameParser::new(PREFACE_BYTES), Vec::new());
             for piece in bytes.chunks_mut(size) {
-                let left = joiner.join_data(piece);
+                let left = joiner.join_data(piece, |_| {});
                 prop_assert!(left > 0, "nothing would be the end of the stream");
                 joined.extend_from_slice(&piece[..left]);
             }

@@ -111,7 +111,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
         let actions = match query.action {
             Some(GLOBAL) => MatchedActions::NONE,
-            _ => self.actions_of_correction(query)?,
+            _ => self.all_actions(query)?,
         };
         // The action `default` applies to all unknown names, but it is not the action that the caller has named.
         if let (Some(id), Some(found)) = (actions.first(), query.action)
