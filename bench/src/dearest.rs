@@ -16,7 +16,7 @@ use crate::subjects::OURS;
 const BYTES: usize = 8 << 10;
 
 /// The pieces that the dearest requests repeat: found by `fuzz/fuzz_targets/cost.rs` and by hand.
-const PATHS: [&str; 9] = [
+const PATHS: [&str; 10] = [
     "/%253b/a;v/..;/%e2%80%a8%252e",
     "/a%2f..;x//%252e%5c\\",
     "/a%20b",
@@ -24,11 +24,12 @@ const PATHS: [&str; 9] = [
     "%",
     "/..",
     "/%u00e9",
+    "%25u00e9",
     "%D0%B0",
     "/%0a/c/..",
 ];
-const QUERIES: [&str; 5] = ["q=x&", "[q]=x;", "%71=x&", "a=b&", "q=%2525&"];
-const COOKIES: [&str; 6] = ["c=x; ", "c=\"\\101\"; ", "c=\"\\\";", "\u{3000};", "a=b,", "c=\u{feff}x;"];
+const QUERIES: [&str; 6] = ["q=x&", "[q]=x;", "%71=x&", "a=b&", "q=%2525&", "q=+++++++&"];
+const COOKIES: [&str; 7] = ["c=x; ", "c=        x;", "c=\"\\101\"; ", "c=\"\\\";", "\u{3000};", "a=b,", "c=\u{feff}x;"];
 
 const POLICY: &str = r#"
     [inbound]

@@ -34,7 +34,7 @@ pub(crate) fn raw_paths(
             texts.push(rest[rest.iter().position(is_slash).unwrap_or(rest.len())..].to_vec());
         }
     }
-    let escapes = whole.windows(2).filter(|pair| pair[0] == b'%' && matches!(pair[1], b'u' | b'U')).count();
+    let escapes = (0..whole.len()).filter(|at| percent_u_sign(&whole[..*at], whole[*at]).is_some()).count();
     budget.spend(UNICODE_ESCAPE_WORK * escapes)?;
     for rewrite in [rewrite_percent_u, merge_plain_slashes] {
         for at in 0..texts.len() {
@@ -88,8 +88,7 @@ fn rewrite_percent_u(text: &[u8]) -> Option<Vec<u8>> {
     let mut short = Vec::with_capacity(text.len());
     let (mut rest, mut found) = (text, false);
     while let [byte, behind @ ..] = rest {
-        let sign = [&b"%25"[..], b"%"].into_iter().find(|sign| matches!(byte, b'u' | b'U') && short.ends_with(sign));
-        if let Some(sign) = sign
+        if let Some(sign) = percent_u_sign(&short, *byte)
             && let Some((digits, behind)) = behind.split_first_chunk::<4>()
             && let Some(letter) = parse_four_digits(digits)
         {
@@ -105,6 +104,12 @@ fn rewrite_percent_u(text: &[u8]) -> Option<Vec<u8>> {
         rest = behind;
     }
     found.then_some(short)
+}
+
+/// Returns the sign, `%25` or `%`, at the end of this text if the byte after it continues it as `%u`.
+fn percent_u_sign(before: &[u8], byte: u8) -> Option<&'static [u8]> {
+    let mut signs = [&b"%25"[..], b"%"].into_iter();
+    signs.find(|sign| matches!(byte, b'u' | b'U') && before.ends_with(sign))
 }
 
 fn parse_four_digits(digits: &[u8; 4]) -> Option<char> {

@@ -120,6 +120,10 @@ fn the_readings_of_a_path_are_bounded() {
     assert_eq!(each_reading(&"/a%20b".repeat(5000), PathQuirks::default(), MATCHING, &mut |_| Ok(())), Ok(()));
     let lines = format!("/b{}", "%0a/c/..".repeat(4000));
     assert_eq!(each_reading(&lines, PathQuirks::default(), MATCHING, &mut |_| Ok(())), Err(PathError::TooMany));
+    for escapes in ["%u00e9".repeat(1300), "%25u00e9".repeat(1000)] {
+        let read = each_reading(&format!("/{escapes}"), PathQuirks::default(), MATCHING, &mut |_| Ok(()));
+        assert_eq!(read, Err(PathError::TooMany), "{}", escapes.len());
+    }
     let mut seen = 0;
     let count = &mut |_: &[u8]| {
         seen += 1;
@@ -128,8 +132,19 @@ fn the_readings_of_a_path_are_bounded() {
     assert_eq!(each_reading(&"/%0a%2f".repeat(80), PathQuirks::default(), MATCHING, count), Ok(()));
     assert!(seen < 100, "{seen}: the ends of lines are cut together");
     // Each piece that clients may send is accepted at the length of a long path.
-    for piece in ["/a%2fb", "/a%252fb", "/a;v=1", "/a//b", "/a/../b", "/a%3bb", "/a%20;b", "/%u00e9", "/a\\b", "/a%0a"]
-    {
+    for piece in [
+        "/a%2fb",
+        "/a%252fb",
+        "/a;v=1",
+        "/a//b",
+        "/a/../b",
+        "/a%3bb",
+        "/a%20;b",
+        "/%u00e9",
+        "/%25u00e9",
+        "/a\\b",
+        "/a%0a",
+    ] {
         let length = if piece.contains("0;b") { 100 } else { 500 };
         let path = piece.repeat(length / piece.len());
         assert_eq!(each_reading(&path, PathQuirks::default(), MATCHING, &mut |_| Ok(())), Ok(()), "{piece}");

@@ -359,8 +359,8 @@ impl RedisSentinelGroup {
         format!("redis-sentinel://127.0.0.1:{}/gate", self.sentinel_port)
     }
 
-    /// Returns true if the replica is the master now.
+    /// Returns true if the replica is the master now. A replica that is being promoted may close the connection.
     pub fn is_failed_over(&self) -> bool {
-        self.replica.command(&["INFO", "replication"]).contains("role:master")
+        self.replica.try_command(&["INFO", "replication"]).is_ok_and(|role| role.contains("role:master"))
     }
 }
