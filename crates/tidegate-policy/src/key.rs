@@ -1,6 +1,7 @@
 //! Keys: the parts that calls are counted by, and their hashes of 128 bits.
 
 mod cookies;
+mod credentials;
 mod encoder;
 mod error;
 mod values;
@@ -366,6 +367,9 @@ fn part_values<'q>(part: &KeyPart, query: &Query<'q>, limit: &str) -> Result<Opt
             let values = values::parameter_values(query.path.unwrap_or_default(), name).map_err(too_many)?;
             if values.is_empty() {
                 headers()?;
+            }
+            if values.iter().any(|value| !values::has_one_charset(query.headers, value)) {
+                return Err(UncountableError::Charset(part.to_string()).into());
             }
             Some(values)
         }

@@ -120,6 +120,9 @@ impl fmt::Debug for MatchedActions {
     }
 }
 
+/// The bytes of a call whose keys take longer to read than a look-up of its block.
+const LONG_KEYS: usize = 1 << 10;
+
 impl Plan {
     /// The names of these actions on one line, such as `login+static`; `None` if there is no action.
     pub fn action_names(&self, actions: MatchedActions) -> Option<String> {
@@ -131,6 +134,13 @@ impl Plan {
     #[inline]
     pub fn needs_path_readings(&self, query: &Query<'_>) -> bool {
         self.counts_by_path && query.path.is_some_and(|path| !NormalisedPath::is_plain(path, self.path_quirks))
+    }
+
+    /// True if reading the keys of a call may take longer than asking for a block of its address.
+    #[inline]
+    pub fn has_long_keys(&self, action: Option<ActionId>, query: &Query<'_>) -> bool {
+        self.needs_path_readings(query)
+            || self.op_template(action).reads_texts && self.key_bytes(action, query) > LONG_KEYS
     }
 
     /// Adds the operations under those limits of a call that count by its address alone.

@@ -1,11 +1,6 @@
 //! Paths in the form that is matched, so that no other spelling of a path evades a limit.
 
-use std::ops::Deref;
-
-use arrayvec::ArrayVec;
-
-/// Paths up to this length are normalised without allocating.
-const INLINE: usize = 256;
+use std::borrow::Cow;
 
 /// The upstream's differences from RFC 3986 in the reading of paths: `inbound.path_quirks`. The default is
 /// `encoded_slash` alone, because a limit in front of nginx can be evaded without it.
@@ -54,18 +49,13 @@ impl Default for PathQuirks {
 /// A path in the one spelling that matchers and keys use. It has no query string or fragment. Escapes are decoded,
 /// except `%25` (and `%2F` if that is no separator). Empty and `.` segments are dropped, and `..` is resolved. There is
 /// no slash at the end, except in `/`.
-#[expect(clippy::large_enum_variant, reason = "the large variant is there to spare an allocation")]
-pub(crate) enum NormalisedPath<'a> {
-    Borrowed(&'a [u8]),
-    Short(ArrayVec<u8, INLINE>),
-    Long(Vec<u8>),
-}
+pub(crate) struct NormalisedPath<'a>(Cow<'a, [u8]>);
 
 impl<'a> NormalisedPath<'a> {
     #[inline]
     pub(crate) fn new(path: &'a str, quirks: PathQuirks) -> Self {
         let (bytes, is_plain) = Self::scan(path, quirks);
-        if is_plain { Self::Borrowed(bytes) } else { Self::rewrite_path(bytes, quirks) }
+        Self(if is_plain { Cow::Borrowed(bytes) } else { Self::rewrite_path(bytes, quirks) })
     }
 
     /// True if a path is plain already, so that every reading is the same.
@@ -103,37 +93,22 @@ impl<'a> NormalisedPath<'a> {
 
     /// True if the path is plain already, so that every reading is the same.
     pub(crate) fn is_borrowed(&self) -> bool {
-        matches!(self, Self::Borrowed(_))
+        matches!(self.0, Cow::Borrowed(_))
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
-        match self {
-            Self::Borrowed(bytes) => bytes,
-            Self::Short(bytes) => bytes,
-            Self::Long(bytes) => bytes,
-        }
+        &self.0
     }
 
     #[cold]
-    fn rewrite_path(bytes: &[u8], quirks: PathQuirks) -> Self {
-        let reading = Reading::normal(quirks);
-        // A slash is put before a path that lacks one; nothing else grows.
-        let normalised = if bytes.len() < INLINE {
-            let (mut short, mut tokens) = (ArrayVec::new(), ArrayVec::<PathByte, INLINE>::new());
-            let raw: ArrayVec<PathByte, INLINE> = bytes.iter().map(|byte| (*byte, 0)).collect();
-            decode_layer(&raw, |_| true, &mut tokens);
-            write_reading(&tokens, &reading, &mut short);
-            Self::Short(short)
-        } else {
-            let (mut long, mut tokens) = (Vec::with_capacity(bytes.len() + 1), Vec::with_capacity(bytes.len()));
-            decode_layer(&as_tokens(bytes), |_| true, &mut tokens);
-            write_reading(&tokens, &reading, &mut long);
-            Self::Long(long)
-        };
-        match fold_case(normalised.as_bytes(), quirks) {
-            Some(folded) => Self::Long(folded),
-            None => normalised,
+    fn rewrite_path(bytes: &[u8], quirks: PathQuirks) -> Cow<'a, [u8]> {
+        let mut text = PathText::new(bytes.to_vec()).decode_layer(|_| true);
+        if quirks.case {
+            text = text.folded();
         }
+        let mut normalised = Vec::with_capacity(bytes.len() + 1);
+        text.write_reading(&Reading::normal(quirks), &mut normalised);
+        Cow::Owned(normalised)
     }
 }
 
@@ -170,37 +145,116 @@ const CLASSES: [u8; 256] = {
     classes
 };
 
-/// A byte of a path, and the number of layers of escapes that it came out of.
-pub(crate) type PathByte = (u8, u8);
-
-pub(crate) fn as_tokens(bytes: &[u8]) -> Vec<PathByte> {
-    bytes.iter().map(|byte| (*byte, 0)).collect()
-}
-
 /// True if servers copy the byte as it is in every reading of a path whose escapes are decoded.
 #[inline]
 pub(crate) fn is_data(byte: u8) -> bool {
     CLASSES[usize::from(byte)] & MAY_DIFFER == 0
 }
 
-/// Decodes one layer of escapes, of those bytes that `which` accepts.
-pub(crate) fn decode_layer(tokens: &[PathByte], which: impl Fn(u8) -> bool, out: &mut impl Extend<PathByte>) {
-    let digit = |(byte, layers): &PathByte| Some((u8::try_from(char::from(*byte).to_digit(16)?).ok()?, *layers));
-    let mut rest = tokens;
-    while !rest.is_empty() {
-        let run = rest.iter().position(|(byte, _)| *byte == b'%').unwrap_or(rest.len());
-        out.extend(rest[..run].iter().copied());
-        rest = &rest[run..];
-        if let [_, high, low, behind @ ..] = rest
-            && let (Some((high, above)), Some((low, below))) = (digit(high), digit(low))
-            && which(high << 4 | low)
-        {
-            out.extend([(high << 4 | low, above.max(below) + 1)]);
-            rest = behind;
-        } else if let [sign, behind @ ..] = rest {
-            out.extend([*sign]);
-            rest = behind;
+/// A byte of a path that servers may read in several ways.
+#[derive(Clone, Copy)]
+pub(crate) struct PathSign {
+    pub(crate) at: usize,
+    pub(crate) byte: u8,
+    /// The number of layers of escapes that the byte came out of.
+    pub(crate) layers: u8,
+}
+
+/// A path, with the places of the bytes that servers may read in several ways. All others are copied in runs.
+pub(crate) struct PathText {
+    pub(crate) bytes: Vec<u8>,
+    /// All bytes that aren't data, and hexadecimal digits that came out of escapes.
+    signs: Vec<PathSign>,
+}
+
+impl PathText {
+    pub(crate) fn new(bytes: Vec<u8>) -> Self {
+        let signs = bytes.iter().enumerate().filter(|(_, byte)| !is_data(**byte));
+        let signs = signs.map(|(at, byte)| PathSign { at, byte: *byte, layers: 0 }).collect();
+        Self { bytes, signs }
+    }
+
+    /// The bytes that aren't data.
+    pub(crate) fn signs(&self) -> impl Iterator<Item = &PathSign> + Clone {
+        self.signs.iter().filter(|sign| !is_data(sign.byte))
+    }
+
+    /// The number of layers of escapes that this byte came out of, if it may be of importance.
+    pub(crate) fn layers(&self, at: usize) -> u8 {
+        self.signs.binary_search_by_key(&at, |sign| sign.at).map_or(0, |index| self.signs[index].layers)
+    }
+
+    fn push(&mut self, byte: u8, layers: u8) {
+        if !is_data(byte) || layers > 0 && byte.is_ascii_hexdigit() {
+            self.signs.push(PathSign { at: self.bytes.len(), byte, layers });
         }
+        self.bytes.push(byte);
+    }
+
+    /// Returns the path with one more layer of escapes decoded, of those bytes that `which` accepts.
+    pub(crate) fn decode_layer(&self, which: impl Fn(u8) -> bool) -> Self {
+        let (length, signs) = (self.bytes.len(), self.signs.len());
+        let mut decoded = Self { bytes: Vec::with_capacity(length), signs: Vec::with_capacity(signs) };
+        let (mut copied, mut rest) = (0, self.signs.as_slice());
+        while let [sign, behind @ ..] = rest {
+            rest = behind;
+            let escaped =
+                if sign.byte == b'%' { decode_escape(&self.bytes, sign.at).filter(|byte| which(*byte)) } else { None };
+            let Some(byte) = escaped else {
+                decoded.signs.push(PathSign { at: decoded.bytes.len() + sign.at - copied, ..*sign });
+                continue;
+            };
+            decoded.bytes.extend_from_slice(&self.bytes[copied..sign.at]);
+            copied = sign.at + 3;
+            let mut layers = 0;
+            while let [digit, behind @ ..] = rest
+                && digit.at < copied
+            {
+                layers = layers.max(digit.layers);
+                rest = behind;
+            }
+            decoded.push(byte, layers + 1);
+        }
+        decoded.bytes.extend_from_slice(&self.bytes[copied..]);
+        decoded
+    }
+
+    /// Returns the path in lower case, as [`fold_case`] does.
+    pub(crate) fn folded(&self) -> Self {
+        let mut folded =
+            Self { bytes: Vec::with_capacity(self.bytes.len()), signs: Vec::with_capacity(self.signs.len()) };
+        let mut copied = 0;
+        for sign in &self.signs {
+            fold_case(&self.bytes[copied..sign.at], &mut folded.bytes);
+            folded.push(sign.byte.to_ascii_lowercase(), sign.layers);
+            copied = sign.at + 1;
+        }
+        fold_case(&self.bytes[copied..], &mut folded.bytes);
+        folded
+    }
+
+    /// Returns the path without parameters: each goes from a `;` to the next slash.
+    pub(crate) fn without_parameters(&self, quirks: PathQuirks) -> Self {
+        let mut left = Self { bytes: Vec::with_capacity(self.bytes.len()), signs: Vec::new() };
+        let (mut copied, mut is_in) = (0, false);
+        for sign in &self.signs {
+            if !is_in {
+                left.bytes.extend_from_slice(&self.bytes[copied..sign.at]);
+            }
+            copied = sign.at + 1;
+            is_in = match sign.byte {
+                b';' => true,
+                b'/' if sign.layers == 0 || quirks.encoded_slash => false,
+                _ => is_in,
+            };
+            if !is_in {
+                left.push(sign.byte, sign.layers);
+            }
+        }
+        if !is_in {
+            left.bytes.extend_from_slice(&self.bytes[copied..]);
+        }
+        left
     }
 }
 
@@ -281,8 +335,8 @@ impl Reading {
         }
     }
 
-    fn is_separator(&self, (byte, layers): PathByte) -> bool {
-        let bit = match (byte, layers) {
+    fn is_separator(&self, sign: &PathSign) -> bool {
+        let bit = match (sign.byte, sign.layers) {
             (b'/', 0) => return true,
             (b'/', _) => separators::ESCAPED_SLASH,
             (b'\\', 0) => separators::BACKSLASH,
@@ -290,30 +344,6 @@ impl Reading {
             _ => return false,
         };
         self.separators & bit != 0
-    }
-}
-
-/// The operations on a buffer that rewriting needs.
-pub(crate) trait ByteBuffer: Deref<Target = [u8]> + Extend<u8> {
-    fn push_byte(&mut self, byte: u8);
-    fn truncate_to(&mut self, length: usize);
-}
-
-impl ByteBuffer for Vec<u8> {
-    fn push_byte(&mut self, byte: u8) {
-        self.push(byte);
-    }
-    fn truncate_to(&mut self, length: usize) {
-        self.truncate(length);
-    }
-}
-
-impl ByteBuffer for ArrayVec<u8, INLINE> {
-    fn push_byte(&mut self, byte: u8) {
-        self.push(byte);
-    }
-    fn truncate_to(&mut self, length: usize) {
-        self.truncate(length);
     }
 }
 
@@ -327,114 +357,120 @@ struct OpenSegment {
     parameters: Option<usize>,
 }
 
-/// Writes a path in this reading. An escaped slash or percent sign that is data becomes `%2F` or `%25`. There is no
-/// slash at the end, except in `/`. Returns the number of bytes that it looked at one by one.
-pub(crate) fn write_reading(tokens: &[PathByte], reading: &Reading, out: &mut impl ByteBuffer) -> usize {
-    out.push_byte(b'/');
-    let mut segment = OpenSegment { begin: 1, ..OpenSegment::default() };
-    let (mut at, mut steps, mut in_parameter) = (0, 0, false);
-    let fold = |byte: u8| if reading.folds_case { byte.to_ascii_lowercase() } else { byte };
-    loop {
-        let run = tokens[at..].iter().position(|(byte, _)| !is_data(*byte)).unwrap_or(tokens.len() - at);
-        if !in_parameter {
-            out.extend(tokens[at..at + run].iter().map(|(byte, _)| fold(*byte)));
-        }
-        at += run;
-        let Some(&(byte, layers)) = tokens.get(at) else { break };
-        at += 1;
-        steps += 1;
-        if reading.is_separator((byte, layers)) {
-            // The output already has the first slash.
-            if at > 1 {
-                end_segment(out, &segment, reading, false);
-                segment = OpenSegment { begin: out.len(), ..OpenSegment::default() };
+impl PathText {
+    /// Writes the path in this reading. An escaped slash or percent sign that is data becomes `%2F` or `%25`. There is no
+    /// slash at the end, except in `/`.
+    pub(crate) fn write_reading(&self, reading: &Reading, out: &mut Vec<u8>) {
+        out.push(b'/');
+        let mut segment = OpenSegment { begin: 1, ..OpenSegment::default() };
+        let (mut copied, mut in_parameter, mut is_cut) = (0, false, false);
+        for sign in &self.signs {
+            let PathSign { at, byte, layers } = *sign;
+            let is_separator = reading.is_separator(sign);
+            let is_left_out = !is_separator
+                && match byte {
+                    b'?' | b'#' => reading.is_reparsed && layers > 0,
+                    b'\t' | b'\n' | b'\r' => reading.is_reparsed,
+                    b';' => reading.parameters != ParameterMode::Kept && layers <= reading.max_semicolon_layers,
+                    _ => false,
+                };
+            if byte == b'.' {
+                segment.layers = segment.layers.max(layers);
             }
-            in_parameter = false;
-            continue;
-        }
-        if reading.is_reparsed {
-            match byte {
-                b'?' | b'#' if layers > 0 => break,
-                b'\t' | b'\n' | b'\r' => continue,
-                _ => {}
+            let is_escaped = layers > 0 && matches!(byte, b'/' | b'%');
+            if !(is_separator || is_left_out || is_escaped) {
+                continue;
             }
-        }
-        if byte == b';' && layers <= reading.max_semicolon_layers {
-            match reading.parameters {
-                ParameterMode::Kept => {}
-                ParameterMode::EndPath => break,
-                ParameterMode::Stripped => in_parameter = true,
-                ParameterMode::StrippedLast => {
-                    segment.parameters.get_or_insert(out.len());
+            if !in_parameter {
+                out.extend_from_slice(&self.bytes[copied..at]);
+            }
+            copied = at + 1;
+            if is_separator {
+                // The output already has the first slash.
+                if at > 0 {
+                    end_segment(out, &segment, reading, false);
+                    segment = OpenSegment { begin: out.len(), ..OpenSegment::default() };
                 }
+                in_parameter = false;
+            } else if is_left_out {
+                match (byte, reading.parameters) {
+                    (b'?' | b'#', _) | (b';', ParameterMode::EndPath) => {
+                        is_cut = true;
+                        break;
+                    }
+                    (b';', ParameterMode::Stripped) => in_parameter = true,
+                    (b';', _) => {
+                        segment.parameters.get_or_insert(out.len());
+                        out.push(byte);
+                    }
+                    _ => {}
+                }
+            } else if !in_parameter {
+                out.extend_from_slice(if byte == b'%' {
+                    b"%25"
+                } else if reading.folds_case {
+                    b"%2f"
+                } else {
+                    b"%2F"
+                });
             }
         }
-        if in_parameter {
-            continue;
+        if !in_parameter && !is_cut {
+            out.extend_from_slice(&self.bytes[copied..]);
         }
-        segment.layers = segment.layers.max(layers);
-        match byte {
-            b'/' | b'%' if layers > 0 => {
-                let digits = if byte == b'/' { *b"%2F" } else { *b"%25" };
-                digits.into_iter().for_each(|digit| out.push_byte(fold(digit)));
-            }
-            _ => out.push_byte(byte),
+        end_segment(out, &segment, reading, true);
+        if out.len() > 1 {
+            out.pop();
         }
     }
-    end_segment(out, &segment, reading, true);
-    let length = out.len();
-    if length > 1 {
-        out.truncate_to(length - 1);
-    }
-    steps
 }
 
 /// Ends the segment at the end of `out` with a slash, or removes a segment that is dropped.
-fn end_segment(out: &mut impl ByteBuffer, segment: &OpenSegment, reading: &Reading, is_last: bool) {
+fn end_segment(out: &mut Vec<u8>, segment: &OpenSegment, reading: &Reading, is_last: bool) {
     let begin = segment.begin;
     if is_last && reading.trims_end {
         trim(out, begin);
     }
     while is_last && reading.is_reparsed && matches!(&out[begin..], [.., ..=b' ']) {
-        out.truncate_to(out.len() - 1);
+        out.truncate(out.len() - 1);
     }
     let resolves = reading.max_dot_layers.is_some_and(|most| segment.layers <= most);
     match &out[begin..] {
-        b"." if resolves => out.truncate_to(begin),
+        b"." if resolves => out.truncate(begin),
         b".." if resolves => {
             let parent = out[..begin.saturating_sub(1)].iter().rposition(|byte| *byte == b'/').unwrap_or(0);
-            out.truncate_to(parent + 1);
+            out.truncate(parent + 1);
         }
         text => {
             let is_dots = matches!(text, b"." | b"..");
             if let Some(at) = segment.parameters {
-                out.truncate_to(at.max(begin));
+                out.truncate(at.max(begin));
             }
             if reading.trims_segments && !is_dots {
                 trim(out, begin);
             }
             let is_empty = out.len() == begin;
             if !is_empty || !is_last && reading.slashes != SlashMode::Merged {
-                out.push_byte(b'/');
+                out.push(b'/');
             }
         }
     }
 }
 
 /// Drops the dots and spaces at the end of `out`, down to `begin`.
-fn trim(out: &mut impl ByteBuffer, begin: usize) {
+fn trim(out: &mut Vec<u8>, begin: usize) {
     while let [.., b'.' | b' '] = &out[begin..] {
-        out.truncate_to(out.len() - 1);
+        out.truncate(out.len() - 1);
     }
 }
 
-/// Folds the letters beyond ASCII; `None` if the path has none or case makes a difference.
-pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
-    if !quirks.case || path.is_ascii() {
-        return None;
+/// Appends letters in lower case, as servers compare them that ignore the case.
+pub(crate) fn fold_case(letters: &[u8], folded: &mut Vec<u8>) {
+    if letters.is_ascii() {
+        folded.extend(letters.iter().map(u8::to_ascii_lowercase));
+        return;
     }
-    let mut folded = Vec::with_capacity(path.len());
-    for chunk in path.utf8_chunks() {
+    for chunk in letters.utf8_chunks() {
         for letter in chunk.valid().chars() {
             match letter {
                 // Some servers treat these as the ASCII letter, in one direction or the other.
@@ -449,7 +485,6 @@ pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
         }
         folded.extend_from_slice(chunk.invalid());
     }
-    Some(folded)
 }
 
 /// The byte that the escape `%XX` at this index stands for.

@@ -1,6 +1,6 @@
 //! The encoding of paths in URLs.
 
-use crate::path::{PathByte, decode_layer};
+use crate::path::PathText;
 
 /// The form in which a path is forwarded, so that servers read it alike: dot segments resolved, empty segments dropped,
 /// unnecessary escapes decoded, and everything else escaped in capitals. `%2F` and the query stay. `None` if the path
@@ -13,16 +13,12 @@ pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
     }
     let unreserved = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
     let mut form = String::with_capacity(path_and_query.len());
-    let (mut starts, mut raw, mut tokens) = (Vec::new(), Vec::new(), Vec::new());
+    let mut starts = Vec::new();
     let mut is_open = false;
     for segment in path[1..].split('/') {
-        raw.clear();
-        raw.extend(segment.bytes().map(|byte| (byte, 0)));
-        tokens.clear();
-        decode_layer(&raw, unreserved, &mut tokens);
         let start = form.len();
         form.push('/');
-        push_encoded(&mut form, &tokens);
+        push_encoded(&mut form, &PathText::new(segment.into()).decode_layer(unreserved));
         is_open = true;
         match &form[start..] {
             "/" | "/." => form.truncate(start),
@@ -40,22 +36,26 @@ pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
     (form != path_and_query).then_some(form)
 }
 
-/// Writes tokens as in a URL: escapes in capitals, and bytes that aren't allowed escaped.
-pub(crate) fn percent_encode(tokens: &[PathByte]) -> String {
-    let mut text = String::with_capacity(tokens.len());
-    push_encoded(&mut text, tokens);
+/// Writes a path as in a URL: escapes in capitals, and bytes that aren't allowed escaped.
+pub(crate) fn percent_encode(path: &PathText) -> String {
+    let mut text = String::with_capacity(path.bytes.len());
+    push_encoded(&mut text, path);
     text
 }
 
-fn push_encoded(text: &mut String, tokens: &[PathByte]) {
+/// True if two digits follow that are an escape with the `%` before them, and not the data of decoded ones.
+fn is_escape(path: &PathText, at: usize) -> bool {
+    (at..at + 2).all(|at| path.bytes[at].is_ascii_hexdigit() && path.layers(at) == 0)
+}
+
+fn push_encoded(text: &mut String, path: &PathText) {
     let mut at = 0;
-    while let Some((byte, _)) = tokens.get(at) {
-        let is_escape = |(byte, layers): &PathByte| *layers == 0 && byte.is_ascii_hexdigit();
+    while let Some(byte) = path.bytes.get(at) {
         at += 1;
-        match tokens.get(at..at + 2) {
-            Some([high, low]) if *byte == b'%' && is_escape(high) && is_escape(low) => {
+        match path.bytes.get(at..at + 2) {
+            Some([high, low]) if *byte == b'%' && is_escape(path, at) => {
                 text.push('%');
-                text.extend([high.0, low.0].map(|digit| char::from(digit.to_ascii_uppercase())));
+                text.extend([high, low].map(|digit| char::from(digit.to_ascii_uppercase())));
                 at += 2;
             }
             _ if byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/".contains(byte) => text.push(char::from(*byte)),

@@ -1,24 +1,20 @@
 //! The texts that servers read as the path of a request target, before they decode its escapes.
 
 use crate::matched_actions::PathError;
-use crate::path::{PathByte, PathQuirks, as_tokens};
+use crate::path::PathQuirks;
 use crate::readings::WorkBudget;
 
 /// The work of rewriting an escape such as `%u00e9`, for all texts together.
 const UNICODE_ESCAPE_WORK: usize = 100;
 
-/// Returns the texts that servers read as the path of a request target, as tokens. Each ends at the target's `?`. With
+/// Returns the texts that servers read as the path of a request target. Each ends at the target's `?`. With
 /// a `#` before that, one text ends at the `#` and another includes it. Text after two leading slashes would be a host
 /// in a URL, so the text after that host is included, too. Each text also comes with `%2f` for `%u002f`, with its plain
 /// slashes merged before escaped ones are decoded, and without the parameters that are cut before that.
 ///
 /// # Errors
 /// [`PathError::TooMany`] if they exceed the budget of work.
-pub(crate) fn raw_paths(
-    target: &[u8],
-    quirks: PathQuirks,
-    budget: &mut WorkBudget,
-) -> Result<Vec<Vec<PathByte>>, PathError> {
+pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks, budget: &mut WorkBudget) -> Result<Vec<Vec<u8>>, PathError> {
     let until = |end: u8, text: &[u8]| text.iter().position(|byte| *byte == end).unwrap_or(text.len());
     let whole = &target[..until(b'?', target)];
     let mut texts = vec![whole.to_vec()];
@@ -34,44 +30,33 @@ pub(crate) fn raw_paths(
             texts.push(rest[rest.iter().position(is_slash).unwrap_or(rest.len())..].to_vec());
         }
     }
-    let escapes = (0..whole.len()).filter(|at| percent_u_sign(&whole[..*at], whole[*at]).is_some()).count();
+    let has_letter = |at: &usize| matches!(whole[*at], b'u' | b'U') && percent_u_sign(&whole[..*at]).is_some();
+    let escapes = (0..whole.len()).filter(has_letter).count();
     budget.spend(UNICODE_ESCAPE_WORK * escapes)?;
-    for rewrite in [rewrite_percent_u, merge_plain_slashes] {
-        for at in 0..texts.len() {
-            budget.spend(texts[at].len())?;
-            texts.extend(rewrite(&texts[at]));
+    for at in 0..texts.len() {
+        if escapes > 0 {
+            texts.extend(rewrite_percent_u(&texts[at]));
         }
     }
-    let mut texts: Vec<Vec<PathByte>> = texts.iter().map(|text| as_tokens(text)).collect();
     for at in 0..texts.len() {
-        let Some(parameters) = texts[at].iter().position(|(byte, _)| *byte == b';') else { continue };
+        budget.spend(texts[at].len())?;
+        texts.extend(merge_plain_slashes(&texts[at]));
+    }
+    for at in 0..texts.len() {
+        let Some(parameters) = texts[at].iter().position(|byte| *byte == b';') else { continue };
         budget.spend(texts[at].len())?;
         // Without an escape or a backslash in the parameters, they can be cut after decoding with the same result.
-        if texts[at][parameters..].iter().any(|(byte, _)| matches!(byte, b'%' | b'\\')) {
-            texts.push(without_parameters(&texts[at], quirks));
+        if texts[at][parameters..].iter().any(|byte| matches!(byte, b'%' | b'\\')) {
+            texts.push(budget.text(texts[at].clone())?.without_parameters(quirks).bytes);
         }
         // Python's `urlparse` cuts the parameters of the last segment only.
-        let last = texts[at].iter().rposition(|(byte, _)| *byte == b'/').unwrap_or(0);
-        let cut = texts[at][last..].iter().position(|(byte, _)| *byte == b';');
+        let last = texts[at].iter().rposition(|byte| *byte == b'/').unwrap_or(0);
+        let cut = texts[at][last..].iter().position(|byte| *byte == b';');
         if let Some(cut) = cut.filter(|_| parameters < last) {
             texts.push(texts[at][..last + cut].to_vec());
         }
     }
     Ok(texts)
-}
-
-/// Returns the text without parameters: each goes from a `;` to the next slash.
-pub(crate) fn without_parameters(tokens: &[PathByte], quirks: PathQuirks) -> Vec<PathByte> {
-    let mut is_in = false;
-    let is_left = |&&(byte, layers): &&PathByte| {
-        is_in = match byte {
-            b';' => true,
-            b'/' if layers == 0 || quirks.encoded_slash => false,
-            _ => is_in,
-        };
-        !is_in
-    };
-    tokens.iter().filter(is_left).copied().collect()
 }
 
 /// Returns the text without repeated slashes, as Envoy's `merge_slashes` writes it. `None` if there are none, or no
@@ -88,7 +73,8 @@ fn rewrite_percent_u(text: &[u8]) -> Option<Vec<u8>> {
     let mut short = Vec::with_capacity(text.len());
     let (mut rest, mut found) = (text, false);
     while let [byte, behind @ ..] = rest {
-        if let Some(sign) = percent_u_sign(&short, *byte)
+        if matches!(byte, b'u' | b'U')
+            && let Some(sign) = percent_u_sign(&short)
             && let Some((digits, behind)) = behind.split_first_chunk::<4>()
             && let Some(letter) = parse_four_digits(digits)
         {
@@ -106,10 +92,9 @@ fn rewrite_percent_u(text: &[u8]) -> Option<Vec<u8>> {
     found.then_some(short)
 }
 
-/// Returns the sign, `%25` or `%`, at the end of this text if the byte after it continues it as `%u`.
-fn percent_u_sign(before: &[u8], byte: u8) -> Option<&'static [u8]> {
-    let mut signs = [&b"%25"[..], b"%"].into_iter();
-    signs.find(|sign| matches!(byte, b'u' | b'U') && before.ends_with(sign))
+/// Returns the sign at the end of the text before a `u`, if they begin an escape.
+fn percent_u_sign(before: &[u8]) -> Option<&'static [u8]> {
+    [&b"%25"[..], b"%"].into_iter().find(|sign| before.ends_with(sign))
 }
 
 fn parse_four_digits(digits: &[u8; 4]) -> Option<char> {

@@ -10,29 +10,27 @@ use foldhash::{HashSet, HashSetExt};
 
 use crate::matched_actions::PathError;
 use crate::path::{
-    NormalisedPath, ParameterMode, PathByte, PathQuirks, Reading, SlashMode, as_tokens, decode_escape, decode_layer,
-    fold_case, is_data, separators, write_reading,
+    NormalisedPath, ParameterMode, PathQuirks, PathSign, PathText, Reading, SlashMode, decode_escape, fold_case,
+    is_data, separators,
 };
 use crate::path_encoding::percent_encode;
-use crate::raw_paths::{raw_paths, without_parameters};
+use crate::raw_paths::raw_paths;
 
-/// The work that the readings of one path may take, before it is refused: about 60 µs. One unit is one byte that is
-/// copied, some 0.5 ns. It is enough for a path of 500 bytes in which clients repeat any one feature, and for a signed
-/// URL of 1,500 bytes that is escaped into a path. Paths whose escapes stand for plain text have two readings, whose
-/// work is in proportion to their length.
-const MAX_WORK: usize = 120 << 10;
+/// The work that the readings of one path may take, and those for its keys again, before it is refused: about 50 µs each.
+/// One unit is one byte that is copied, some 0.3 ns. It is enough for a path of 500 bytes in which clients repeat any one
+/// feature, and for a signed URL of 1,500 bytes that is escaped into a path. Paths whose escapes stand for plain text have
+/// two readings, whose work is in proportion to their length.
+const MAX_WORK: usize = 180 << 10;
 /// The work that keys may take if a call has several actions or paths, each of which reads the request again.
 const MAX_KEY_WORK: usize = 32 << 10;
 /// The work of a reading besides that on its bytes.
-const READING_WORK: usize = 100;
+const READING_WORK: usize = 60;
 /// The work on a byte that is looked at by itself, besides that on each byte.
-const STEP_WORK: usize = 13;
+const STEP_WORK: usize = 10;
 /// The work of folding a byte of letters beyond ASCII.
-const FOLDING_WORK: usize = 16;
+const FOLDING_WORK: usize = 60;
 /// The work on each byte of a reading that is made a key.
-const KEY_WORK: usize = 3;
-/// The budget of readings that are matched, and the work on each byte of one.
-pub(crate) const MATCHING: (WorkBudget, usize) = (WorkBudget(MAX_WORK), 1);
+const KEY_WORK: usize = 4;
 
 /// The most keys that one path has as a key part.
 pub(crate) const MAX_KEYS: usize = 4;
@@ -55,22 +53,24 @@ struct PathFeatures {
 }
 
 impl PathFeatures {
-    fn from_bytes(tokens: &[PathByte], quirks: PathQuirks) -> Self {
+    fn from_text(text: &PathText, quirks: PathQuirks) -> Self {
         let mut found = Self::default();
-        let separates = |token: Option<&PathByte>| match token {
+        let separates = |sign: Option<(u8, u8)>| match sign {
             None | Some((b'/', 0)) => true,
             Some((b'/' | b'\\', _)) => quirks.encoded_slash,
             _ => false,
         };
         let may_vanish =
             |byte: u8| matches!(byte, b';' | b'\t' | b'\n' | b'\r') || quirks.windows && matches!(byte, b'.' | b' ');
-        let mut begins = true;
-        for (at, &(byte, from)) in tokens.iter().enumerate() {
-            if is_data(byte) {
-                begins = false;
-                continue;
-            }
-            let next = tokens.get(at + 1);
+        let (mut begins, mut end) = (true, 0);
+        let mut signs = text.signs().peekable();
+        while let Some(&PathSign { at, byte, layers: from }) = signs.next() {
+            begins &= at == end;
+            end = at + 1;
+            let next = text
+                .bytes
+                .get(end)
+                .map(|byte| (*byte, signs.peek().filter(|sign| sign.at == end).map_or(0, |sign| sign.layers)));
             match byte {
                 b'.' if begins => found.dot_layers |= 1 << from,
                 b'/' | b'\\' if quirks.encoded_slash => {
@@ -87,16 +87,16 @@ impl PathFeatures {
                 ..=b' ' => found.may_be_reparsed |= next.is_none_or(|next| next.0 <= b' ' || next.0 == b';'),
                 _ => {}
             }
-            if separates(Some(&(byte, from))) {
+            if separates(Some((byte, from))) {
                 found.has_empty_segments |= next.is_some_and(|next| may_vanish(next.0) || separates(Some(next)));
                 found.has_plain_empty_segments |=
-                    (byte, from) == (b'/', 0) && next.is_some_and(|next| may_vanish(next.0) || *next == (b'/', 0));
+                    (byte, from) == (b'/', 0) && next.is_some_and(|next| may_vanish(next.0) || next == (b'/', 0));
                 found.continues_after_semicolon |= found.semicolon_layers != 0;
             }
             let may_end =
                 separates(next) || next.is_some_and(|next| matches!(next.0, b';' | b'.' | b' ' | b'?' | b'#'));
             found.has_trimmable_ends |= (quirks.caddy || quirks.windows) && matches!(byte, b'.' | b' ') && may_end;
-            begins = byte == b'.' && begins || separates(Some(&(byte, from)));
+            begins = byte == b'.' && begins || separates(Some((byte, from)));
         }
         found
     }
@@ -115,6 +115,22 @@ impl WorkBudget {
         self.0 = self.0.checked_sub(bytes + READING_WORK).ok_or(PathError::TooMany)?;
         Ok(())
     }
+
+    fn spend_on(&mut self, text: &PathText) -> Result<(), PathError> {
+        self.spend(text.bytes.len() + STEP_WORK * text.signs().count())
+    }
+
+    /// Takes the work of finding the signs of a text out of the budget.
+    pub(crate) fn text(&mut self, bytes: Vec<u8>) -> Result<PathText, PathError> {
+        let text = PathText::new(bytes);
+        self.spend_on(&text)?;
+        Ok(text)
+    }
+}
+
+/// The budget of readings that are matched, and the work on each byte of one. What keys by path don't need is left for these.
+pub(crate) fn matching(counts_by_path: bool) -> (WorkBudget, usize) {
+    (WorkBudget(if counts_by_path { MAX_WORK } else { 2 * MAX_WORK }), 1)
 }
 
 /// Passes each reading of a path to `visit`, which does about `visit_work` units of work for each byte, and never one
@@ -143,8 +159,10 @@ fn each_reading_by_search(
 ) -> Result<(), PathError> {
     // No text that is read has more such bytes than the path, so no step exceeds the budget by more than it has.
     budget.spend(path.len() + STEP_WORK * path.bytes().filter(|byte| !is_data(*byte)).count())?;
-    let mut visitor = ReadingVisitor { quirks, budget, visit_work, seen: HashSet::new(), visit };
+    let mut visitor =
+        ReadingVisitor { quirks, budget, visit_work, makes_keys: visit_work == KEY_WORK, seen: HashSet::new(), visit };
     for text in raw_paths(path.as_bytes(), quirks, &mut visitor.budget)? {
+        let text = visitor.budget.text(text)?;
         visitor.visit_text(&text)?;
     }
     Ok(())
@@ -163,14 +181,20 @@ fn readings_of_plain_escapes(
     let mut readings = [decoded, text.to_vec()];
     if quirks.case {
         for path in &mut readings {
-            path.make_ascii_lowercase();
-            if let Some(folded) = fold_case(path, quirks) {
-                budget.spend(FOLDING_WORK * path.len())?;
-                *path = folded;
-            }
+            *path = folded(path, budget)?;
         }
     }
     Ok(Some(readings))
+}
+
+/// Returns a path in lower case.
+fn folded(path: &[u8], budget: &mut WorkBudget) -> Result<Vec<u8>, PathError> {
+    if !path.is_ascii() {
+        budget.spend(FOLDING_WORK * path.len())?;
+    }
+    let mut folded = Vec::with_capacity(path.len());
+    fold_case(path, &mut folded);
+    Ok(folded)
 }
 
 fn decode_plain_escapes(text: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
@@ -196,7 +220,8 @@ fn decode_plain_escapes(text: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
     }
     let is_whole = decoded.first() == Some(&b'/')
         && !matches!(decoded.last(), Some(b'/' | b' '))
-        && without_line_end(&decoded).len() == decoded.len();
+        && without_line_end(&decoded).len() == decoded.len()
+        && std::str::from_utf8(&decoded).is_ok();
     is_whole.then_some(decoded)
 }
 
@@ -205,6 +230,8 @@ struct ReadingVisitor<'s> {
     quirks: PathQuirks,
     budget: WorkBudget,
     visit_work: usize,
+    /// True if each reading is reduced to the coarsest form. What the next server reads has the same form.
+    makes_keys: bool,
     /// The readings that were visited.
     seen: HashSet<Vec<u8>>,
     visit: ReadingCallback<'s>,
@@ -212,63 +239,82 @@ struct ReadingVisitor<'s> {
 
 impl ReadingVisitor<'_> {
     /// Visits each reading of a text, whose escapes are decoded never, once or twice.
-    fn visit_text(&mut self, text: &[PathByte]) -> Result<(), PathError> {
+    fn visit_text(&mut self, text: &PathText) -> Result<(), PathError> {
+        if !text.bytes.contains(&b'%') {
+            return self.visit_readings(text);
+        }
         let once = self.decode_one_layer(text, |_| true)?;
-        self.visit_readings(&once)?;
-        if once.len() < text.len() {
-            let plain = self.decode_one_layer(text, |byte| byte == b'.')?;
-            self.visit_readings(&plain)?;
+        self.visit_decoded(&once)?;
+        if once.bytes.len() == text.bytes.len() {
+            return Ok(());
+        }
+        let plain = self.decode_one_layer(text, |byte| byte == b'.')?;
+        self.visit_readings(&plain)?;
+        if !once.bytes.contains(&b'%') {
+            return Ok(());
         }
         let twice = self.decode_one_layer(&once, |_| true)?;
-        if twice.len() < once.len() {
-            self.visit_readings(&twice)?;
-            if once.iter().any(|(byte, _)| *byte == b';') {
-                let twice = self.decode_one_layer(&without_parameters(&once, self.quirks), |_| true)?;
+        if twice.bytes.len() < once.bytes.len() {
+            self.visit_decoded(&twice)?;
+            if once.bytes.contains(&b';') {
+                let twice = self.decode_one_layer(&once.without_parameters(self.quirks), |_| true)?;
                 self.visit_readings(&twice)?;
             }
         }
         Ok(())
     }
 
+    /// Visits each reading of a decoded path, and of that without the bytes that aren't UTF-8, which Bottle ignores.
+    fn visit_decoded(&mut self, text: &PathText) -> Result<(), PathError> {
+        self.visit_readings(text)?;
+        if std::str::from_utf8(&text.bytes).is_err() {
+            self.budget.spend(FOLDING_WORK * text.bytes.len())?;
+            let valid: String = text.bytes.utf8_chunks().map(|chunk| chunk.valid()).collect();
+            let valid = self.budget.text(valid.into_bytes())?;
+            self.visit_readings(&valid)?;
+        }
+        Ok(())
+    }
+
     /// Visits each reading of a path whose escapes are decoded.
-    fn visit_readings(&mut self, tokens: &[PathByte]) -> Result<(), PathError> {
-        PathFeatures::from_bytes(tokens, self.quirks).readings(self.quirks, &mut |reading| {
-            let path = self.rewrite_path(tokens, reading)?;
+    fn visit_readings(&mut self, text: &PathText) -> Result<(), PathError> {
+        let mut folded = None;
+        if self.quirks.case {
+            self.budget.spend(if text.bytes.is_ascii() {
+                text.bytes.len()
+            } else {
+                FOLDING_WORK * text.bytes.len()
+            })?;
+            folded = Some(text.folded());
+        }
+        let text = folded.as_ref().unwrap_or(text);
+        PathFeatures::from_text(text, self.quirks).readings(self.quirks, &mut |reading| {
+            let path = self.rewrite_path(text, reading)?;
             self.visit(path)
         })
     }
 
     /// Returns the path with one more layer of escapes decoded, for the bytes that `which` accepts.
-    fn decode_one_layer(
-        &mut self,
-        tokens: &[PathByte],
-        which: impl Fn(u8) -> bool,
-    ) -> Result<Vec<PathByte>, PathError> {
-        let signs = tokens.iter().filter(|(byte, _)| *byte == b'%').count();
-        self.budget.spend(tokens.len() + STEP_WORK * signs)?;
-        let mut decoded = Vec::with_capacity(tokens.len());
-        decode_layer(tokens, which, &mut decoded);
-        Ok(decoded)
+    fn decode_one_layer(&mut self, text: &PathText, which: impl Fn(u8) -> bool) -> Result<PathText, PathError> {
+        self.budget.spend_on(text)?;
+        Ok(text.decode_layer(which))
     }
 
-    fn rewrite_path(&mut self, tokens: &[PathByte], reading: &Reading) -> Result<Vec<u8>, PathError> {
-        self.budget.spend(tokens.len())?;
-        let mut out = Vec::with_capacity(tokens.len() + 1);
-        let steps = write_reading(tokens, reading, &mut out);
-        self.budget.spend(STEP_WORK * steps)?;
+    fn rewrite_path(&mut self, text: &PathText, reading: &Reading) -> Result<Vec<u8>, PathError> {
+        self.budget.spend_on(text)?;
+        let mut out = Vec::with_capacity(text.bytes.len() + 1);
+        text.write_reading(reading, &mut out);
+        // Line ends that a server leaves out may have parted a letter.
+        if reading.is_reparsed && reading.folds_case && !out.is_ascii() {
+            out = folded(&out, &mut self.budget)?;
+        }
         if reading.slashes == SlashMode::MergedLast {
             out.dedup_by(|one, before| *one == b'/' && *before == b'/');
             if out.len() > 1 {
                 out.pop_if(|last| *last == b'/');
             }
         }
-        match fold_case(&out, self.quirks) {
-            None => Ok(out),
-            Some(folded) => {
-                self.budget.spend(FOLDING_WORK * out.len())?;
-                Ok(folded)
-            }
-        }
+        Ok(out)
     }
 
     /// Visits one reading, then the reading without the line ends at its end, which regular expressions may ignore, and
@@ -283,6 +329,10 @@ impl ReadingVisitor<'_> {
                 continue;
             }
             self.budget.spend(self.visit_work * (path.len() + READING_WORK))?;
+            if self.makes_keys {
+                let signs = path.iter().filter(|byte| !is_data(**byte)).count();
+                self.budget.spend(self.visit_work * STEP_WORK * signs)?;
+            }
             (self.visit)(&path)?;
             let line = without_line_end(&path);
             if line.len() < path.len() {
@@ -291,20 +341,30 @@ impl ReadingVisitor<'_> {
             if path.starts_with(b"//") {
                 pending.push(without_host(&path).to_vec());
             }
-            let has_parameters = path.contains(&b';');
-            // Counted and not searched: that takes a tenth of the time.
-            let goes_on = has_parameters
-                || path.windows(2).filter(|pair| pair[0] == b'/' && matches!(pair[1], b'/' | b'.')).count() > 0
-                || quirks.encoded_slash && (path.contains(&b'%') || path.contains(&b'\\'));
-            if !goes_on {
+            if self.makes_keys {
                 self.seen.insert(path);
                 continue;
             }
-            let tokens = self.decode_one_layer(&as_tokens(&path), |byte| byte == b'/' && quirks.encoded_slash)?;
-            let ways = [ParameterMode::Kept, ParameterMode::Stripped, ParameterMode::EndPath];
-            for parameters in ways.into_iter().take(if has_parameters { 3 } else { 1 }) {
-                let next = self.rewrite_path(&tokens, &Reading { parameters, ..Reading::coarsest(quirks) })?;
-                if next != path {
+            // Counted and not searched: that takes a tenth of the time.
+            let is_irregular = path.windows(2).filter(|pair| pair[0] == b'/' && matches!(pair[1], b'/' | b'.')).count()
+                > 0
+                || quirks.encoded_slash && (path.contains(&b'\\') || has_escaped_slash(&path));
+            let parameters = path.iter().position(|byte| *byte == b';');
+            if is_irregular {
+                let text = self.budget.text(path.clone())?;
+                let text = self.decode_one_layer(&text, |byte| byte == b'/' && quirks.encoded_slash)?;
+                let ways = [ParameterMode::Kept, ParameterMode::Stripped, ParameterMode::EndPath];
+                for parameters in ways.into_iter().take(if parameters.is_some() { 3 } else { 1 }) {
+                    let next = self.rewrite_path(&text, &Reading { parameters, ..Reading::coarsest(quirks) })?;
+                    if next != path {
+                        pending.push(next);
+                    }
+                }
+            } else if let Some(at) = parameters {
+                self.budget.spend(2 * path.len())?;
+                let segments: Vec<&[u8]> = path.split(|byte| *byte == b'/').map(without_parameter).collect();
+                for mut next in [segments.join(&b'/'), path[..at].to_vec()] {
+                    remove_last_slashes(&mut next);
                     pending.push(next);
                 }
             }
@@ -312,6 +372,21 @@ impl ReadingVisitor<'_> {
         }
         Ok(())
     }
+}
+
+/// Removes the slashes at the end, except in `/` itself.
+fn remove_last_slashes(path: &mut Vec<u8>) {
+    while path.len() > 1 && path.pop_if(|last| *last == b'/').is_some() {}
+}
+
+fn without_parameter(segment: &[u8]) -> &[u8] {
+    &segment[..segment.iter().position(|byte| *byte == b';').unwrap_or(segment.len())]
+}
+
+fn has_escaped_slash(path: &[u8]) -> bool {
+    path.contains(&b'%')
+        && path.windows(3).filter(|escape| (escape[0] == b'%') & (escape[1] == b'2') & (escape[2] | 32 == b'f')).count()
+            > 0
 }
 
 /// Returns the path behind the host that a URL parser finds after two leading slashes.
@@ -407,21 +482,19 @@ pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Vec
     }
     let coarsest = Reading::coarsest(quirks);
     let mut forms: ArrayVec<Vec<u8>, MAX_KEYS> = ArrayVec::new();
-    let (mut once, mut twice, mut form) = (Vec::new(), Vec::new(), Vec::new());
+    let mut form = Vec::new();
     each_reading_by_search(target, quirks, (budget, KEY_WORK), &mut |path| {
         let end = path.iter().position(|byte| matches!(byte, b'?' | b'#')).unwrap_or(path.len());
-        once.clear();
-        decode_layer(&as_tokens(&path[..end]), |_| true, &mut once);
-        twice.clear();
-        decode_layer(&once, |_| true, &mut twice);
-        form.clear();
-        write_reading(&twice, &coarsest, &mut form);
-        // Readings are folded, so only what was decoded now may have capitals.
-        if twice.len() < end
-            && let Some(folded) = fold_case(&form, quirks)
-        {
-            form = folded;
+        let mut twice = PathText::new(path[..end].to_vec());
+        if twice.bytes.contains(&b'%') {
+            twice = twice.decode_layer(|_| true).decode_layer(|_| true);
         }
+        // Readings are folded, so only what was decoded now may have capitals.
+        if quirks.case && twice.bytes.len() < end {
+            twice = twice.folded();
+        }
+        form.clear();
+        twice.write_reading(&coarsest, &mut form);
         if !forms.contains(&form) {
             forms.try_push(form.clone()).map_err(|_| PathError::TooMany)?;
         }
@@ -429,7 +502,7 @@ pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Vec
     })?;
     let as_plain_path = |form: Vec<u8>| {
         // The remaining `;` are data.
-        let spelled = percent_encode(&as_tokens(&form)).replace(';', "%3B");
+        let spelled = percent_encode(&PathText::new(form)).replace(';', "%3B");
         NormalisedPath::new(&spelled, quirks).as_bytes().to_vec()
     };
     Ok(forms.into_iter().map(as_plain_path).collect())

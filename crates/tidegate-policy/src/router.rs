@@ -69,6 +69,8 @@ struct RouteRule {
 pub(crate) struct Router {
     quirks: PathQuirks,
     ambiguous: AmbiguousPaths,
+    /// True if a limit counts by path, so that the readings of a path are searched again for its keys.
+    counts_by_path: bool,
     rules: Vec<RouteRule>,
     /// By path, the rules that name it exactly.
     exact: PathMap<Vec<u16>>,
@@ -111,11 +113,13 @@ impl Router {
         matchers: impl IntoIterator<Item = (ActionId, Matcher)>,
         quirks: PathQuirks,
         ambiguous: AmbiguousPaths,
+        counts_by_path: bool,
     ) -> Self {
         let root = RouteNode { lowest_rule: u16::MAX, ..RouteNode::default() };
         let mut router = Self {
             quirks,
             ambiguous,
+            counts_by_path,
             rules: Vec::new(),
             exact: PathMap::default(),
             any_path: Vec::new(),
@@ -196,13 +200,18 @@ impl Router {
             return Ok(actions);
         }
         let asked = MatchInput { method: MethodSet::from_method(query.method), query };
-        readings::each_reading(query.path.unwrap_or_default(), self.quirks, readings::MATCHING, &mut |path| {
-            let other = self.find_best(&asked, Some(path));
-            if other != found && self.ambiguous == AmbiguousPaths::Refuse {
-                return Err(PathError::Ambiguous);
-            }
-            other.map_or(Ok(()), |action| actions.insert(action))
-        })?;
+        readings::each_reading(
+            query.path.unwrap_or_default(),
+            self.quirks,
+            readings::matching(self.counts_by_path),
+            &mut |path| {
+                let other = self.find_best(&asked, Some(path));
+                if other != found && self.ambiguous == AmbiguousPaths::Refuse {
+                    return Err(PathError::Ambiguous);
+                }
+                other.map_or(Ok(()), |action| actions.insert(action))
+            },
+        )?;
         Ok(actions)
     }
 
@@ -278,7 +287,7 @@ mod tests {
             |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.insert(action));
         visit(normal.as_bytes())?;
         if normal.as_bytes() != b"*" {
-            readings::each_reading(text, router.quirks, readings::MATCHING, &mut visit)?;
+            readings::each_reading(text, router.quirks, readings::matching(router.counts_by_path), &mut visit)?;
         }
         Ok(actions)
     }
@@ -314,7 +323,7 @@ mod tests {
                 words(paths).iter().map(|path| PathPattern::new(path, PathQuirks::default()).unwrap()).collect();
             (ActionId::from_index(index), Matcher { methods, paths, hosts: words(hosts) })
         });
-        Router::new(matchers, PathQuirks::default(), AmbiguousPaths::default())
+        Router::new(matchers, PathQuirks::default(), AmbiguousPaths::default(), false)
     }
 
     #[test]

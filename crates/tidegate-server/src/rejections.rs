@@ -36,7 +36,7 @@ pub(crate) enum RejectionReason {
     TooManyPathReadings,
     /// The request lacks a part that a limit counts by, and `missing = "refuse"`.
     MissingPart,
-    /// A part that a limit counts by has too many values, or all parts together have.
+    /// A part that a limit counts by has too many values or can't be decoded, or all parts together have too many.
     TooManyValues,
     /// The request has a header that some servers confuse with one that a limit counts by.
     Lookalike,
@@ -126,7 +126,9 @@ impl From<&UncountableError> for RejectionReason {
             UncountableError::Path(PathError::Ambiguous) => Self::AmbiguousPath,
             UncountableError::Path(PathError::TooMany) => Self::TooManyPathReadings,
             UncountableError::Missing(_) => Self::MissingPart,
-            UncountableError::TooManyValues(_) | UncountableError::TooManyOperations => Self::TooManyValues,
+            UncountableError::TooManyValues(_) | UncountableError::TooManyOperations | UncountableError::Charset(_) => {
+                Self::TooManyValues
+            }
             UncountableError::SimilarHeader(_) => Self::Lookalike,
             UncountableError::InvalidHost => Self::Host,
         }

@@ -371,8 +371,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
         let mut batch = Batch::new(self.0.holder_ids.next());
         let mut uncountable = None;
-        if self.0.plan.needs_path_readings(query) && self.is_blocked(actions.first(), query) {
-            // The block refuses the call, so its path needn't be read for its keys.
+        if self.0.plan.has_long_keys(actions.first(), query) && self.is_blocked(actions.first(), query) {
+            // The block refuses the call, so it needn't be read for its keys.
             self.0.plan.fill_address_ops(&mut batch, actions.first(), query, &self.0.seed, verb);
         } else if let Err(error) = self.fill(&mut batch, actions, query, verb) {
             let Some(global) = self.batch_of_uncountable(&error, query, verb) else { return Err(error) };

@@ -478,6 +478,12 @@ fn refused_clients_cost_no_readings_of_their_paths() {
             { name = "client", limit = "1 per 60s", penalty = { base = "10s", cap = "1h" } },
             { name = "page", limit = "100 per 60s", key = ["path"] },
         ]
+        [inbound.action.session]
+        match = { path = "/session" }
+        limits = [
+            { name = "client", limit = "100 per 60s", penalty = { base = "10s", cap = "1h", share = true } },
+            { name = "session", limit = "100 per 60s", key = ["cookie:sid"] },
+        ]
         "#,
     );
     let unreadable = |ip: &str| Query { path: Some(&UNREADABLE), ip: Some(ip.parse().unwrap()), ..Query::default() };
@@ -494,6 +500,10 @@ fn refused_clients_cost_no_readings_of_their_paths() {
     let refused = gate.check_now(&client).unwrap();
     assert_eq!((refused.blocked, refused.retry_after), (true, Some(Span::from_millis(1_100))));
     assert!(gate.actions(&unreadable("203.0.113.8")).unwrap().path_error().is_some(), "another client");
+    let cookies = (0..100).map(|number| format!("sid=value{number}")).collect::<Vec<_>>().join("; ");
+    let headers = HeaderMap::from_iter([(COOKIE, cookies.parse().unwrap())]);
+    let long = Query { headers: Some(&headers), path: Some("/session"), ..client };
+    assert!(gate.check_now(&long).unwrap().blocked, "its cookies have more values than a key may have");
     clock.advance(Span::from_millis(200));
     assert!(gate.actions(&client).unwrap().path_error().is_some(), "the block may end before the decision");
 }

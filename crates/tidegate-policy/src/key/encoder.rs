@@ -38,7 +38,10 @@ pub(super) fn encode_part(
             encoder.part(18, values::single_header_value(query.headers?, name, query.headers_are_joined)?);
         }
         KeyPart::Cookie(name) => encoder.part(19, values::single_cookie_value(query.headers?, name)?),
-        KeyPart::QueryParameter(name) => encoder.part(20, values::single_parameter_value(query.path?, name)?),
+        KeyPart::QueryParameter(name) => {
+            let value = values::single_parameter_value(query.path?, name)?;
+            encoder.part(20, Some(value).filter(|value| values::has_one_charset(query.headers, value))?);
+        }
         KeyPart::Method => encoder.lowercase_part(21, query.method?.as_bytes()),
         KeyPart::Host => encoder.lowercase_part(22, bare_host(query.host?).as_bytes()),
         KeyPart::Action => encoder.part(26, &[]),

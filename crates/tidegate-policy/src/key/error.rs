@@ -29,6 +29,11 @@ pub enum UncountableError {
     /// The request has a header that some servers take for one that limits count by: `X_Api_Key` for `X-Api-Key`.
     #[error("`header:{0}` differs from a header that limits count by in nothing but its signs")]
     SimilarHeader(String),
+    /// The request's `Content-Type` names a charset other than UTF-8, by which some servers decode the query, too.
+    #[error(
+        "`{0}` can't be read: `content-type` names another charset than UTF-8, and some servers decode the query by it"
+    )]
+    Charset(String),
     /// The actions of a call with this path can't be determined.
     #[error(transparent)]
     Path(#[from] PathError),
@@ -44,7 +49,7 @@ impl UncountableError {
     /// The part that the error is about, if it is one: `path`, `header:NAME`, `cookie:NAME` …
     pub fn part(&self) -> Option<&str> {
         match self {
-            Self::Missing(part) | Self::TooManyValues(part) => Some(part),
+            Self::Missing(part) | Self::TooManyValues(part) | Self::Charset(part) => Some(part),
             Self::Path(_) => Some("path"),
             Self::InvalidHost => Some("host"),
             Self::SimilarHeader(_) | Self::TooManyOperations => None,

@@ -9,6 +9,9 @@
 //! | a cookie | see [`cookies`](super::cookies) |
 //! | `%78`, `%2578`, `%u0078`, `+` | `x`, `x`, `x`, a space: decoded until no escape is left |
 //! | spaces and invisible characters around a value | nothing: Tornado, Laravel and WSGI servers trim |
+//! | control characters in a value | spaces, as Tornado reads them |
+//! | quotes around a cookie, also escaped or not closed | nothing: Python, Go and Tomcat remove them |
+//! | a credential | see [`credentials`](super::credentials) |
 //! | two cookies or parameters of one name | each of them |
 //! | two lines of a header | each of them, and both joined by `, ` (Node.js) and by `,` (WSGI) |
 //! | a line that may be several lines, joined by a front server | the same of its parts |
@@ -20,9 +23,10 @@ use std::borrow::Cow;
 use std::ops::ControlFlow;
 
 use arrayvec::ArrayVec;
-use http::header::{AUTHORIZATION, HeaderMap, HeaderName, PROXY_AUTHORIZATION};
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHORIZATION};
 
-use super::cookies::{self, trim_value, without_spaces};
+use super::cookies::{self, trim_value, without_quotes, without_spaces};
+use super::credentials;
 use crate::path::{decode_all_escapes, decode_escape, decode_unicode_escape};
 
 /// The most distinct values that one part of a key may have in one call.
@@ -84,7 +88,12 @@ pub(crate) struct TooManyValues;
 pub(crate) fn single_header_value<'q>(headers: &'q HeaderMap, name: &HeaderName, are_joined: bool) -> Option<&'q [u8]> {
     let mut lines = headers.get_all(name).iter();
     let line = lines.next()?.as_bytes();
-    (lines.next().is_none() && has_visible_ends(line) && !(are_joined && line.contains(&b','))).then_some(line)
+    let is_plain = has_visible_ends(line) && !(are_joined && line.contains(&b','));
+    (lines.next().is_none() && is_plain && (!is_credential(name) || credentials::is_plain(line))).then_some(line)
+}
+
+fn is_credential(name: &HeaderName) -> bool {
+    [AUTHORIZATION, PROXY_AUTHORIZATION].contains(name)
 }
 
 /// The value of a cookie that occurs once, and that all servers read alike.
@@ -111,7 +120,7 @@ pub(crate) fn header_values<'q>(
     are_joined: bool,
 ) -> Result<PartValues<'q>, TooManyValues> {
     let mut lines: Vec<&[u8]> = headers.get_all(name).iter().map(|line| line.as_bytes()).collect();
-    let is_credential = [AUTHORIZATION, PROXY_AUTHORIZATION].contains(name);
+    let is_credential = is_credential(name);
     if are_joined && !WITH_COMMAS.iter().any(|known| is_named(name.as_str(), known)) {
         lines = lines.into_iter().flat_map(|line| split_line(line, is_credential)).collect();
     }
@@ -119,11 +128,16 @@ pub(crate) fn header_values<'q>(
         *line = without_spaces(line);
     }
     let mut found = FoundValues::default();
-    lines.iter().try_for_each(|line| found.add(Cow::Borrowed(line)))?;
-    if are_joined && is_credential {
-        // Another line may follow, which differs in each request.
-        let mut first_parts = lines.iter().filter_map(|line| line.split(|byte| *byte == b',').next());
-        first_parts.try_for_each(|part| found.add(Cow::Borrowed(without_spaces(part))))?;
+    for line in &lines {
+        if !is_credential {
+            found.add(Cow::Borrowed(line))?;
+            continue;
+        }
+        credentials::each_value(line, |value| found.add(value))?;
+        if are_joined && let Some(part) = line.split(|byte| *byte == b',').next() {
+            // Another line may follow, which differs in each request.
+            credentials::each_value(without_spaces(part), |value| found.add(value))?;
+        }
     }
     let mut values = found.values;
     if lines.len() > 1 {
@@ -179,7 +193,7 @@ pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<Pa
     let mut values = FoundValues::default();
     let mut added = Ok(());
     cookies::each_value(headers, name, &mut |value| {
-        added = values.add(normal(value));
+        added = values.add(trim_value(normal(value), without_quotes));
         if added.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     });
     added.map(|()| values.values)
@@ -296,9 +310,39 @@ fn has_visible_ends(value: &[u8]) -> bool {
     [value.first(), value.last()].into_iter().flatten().all(u8::is_ascii_graphic)
 }
 
-/// A value without the differences that some servers don't see: escapes, and spaces around it.
-fn normal(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
-    trim_value(fully_decoded(value), without_spaces)
+/// A value without the differences that some servers don't see: escapes, control characters, and spaces around it.
+pub(super) fn normal(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
+    let is_control = |byte: &u8| matches!(byte, 0..=8 | 14..=31);
+    let mut value = fully_decoded(value);
+    if value.iter().any(is_control) {
+        value.to_mut().iter_mut().filter(|byte| is_control(byte)).for_each(|byte| *byte = b' ');
+    }
+    trim_value(value, without_spaces)
+}
+
+/// True unless `Content-Type` names a charset in which this value of the query may be spelled in another way than in UTF-8.
+/// Django and ASP.NET decode the query by it, too: in UTF-7, `+AFI-` is `R`.
+pub(super) fn has_one_charset(headers: Option<&HeaderMap>, value: &[u8]) -> bool {
+    let is_known = |line: &HeaderValue| charsets_agree(line.as_bytes(), value.is_ascii());
+    headers.is_none_or(|headers| headers.get_all(CONTENT_TYPE).iter().all(is_known))
+}
+
+/// True if each charset in a `Content-Type` is UTF-8, or one with the same ASCII, if that suffices.
+fn charsets_agree(mut content_type: &[u8], ascii_suffices: bool) -> bool {
+    const NAME: &[u8] = b"charset";
+    const LIKE_ASCII: [&[u8]; 7] = [b"iso-8859-", b"windows-12", b"koi8-", b"shift_jis", b"euc-", b"gb", b"big5"];
+    while let Some(at) = content_type.windows(NAME.len()).position(|word| word.eq_ignore_ascii_case(NAME)) {
+        let Some(value) = content_type[at + NAME.len()..].trim_ascii_start().strip_prefix(b"=") else { return false };
+        let end = value.iter().position(|byte| matches!(byte, b';' | b',')).unwrap_or(value.len());
+        let charset = value[..end].trim_ascii().to_ascii_lowercase();
+        let charset = charset.strip_prefix(b"\"").and_then(|text| text.strip_suffix(b"\"")).unwrap_or(&charset);
+        let is_like_ascii = || ascii_suffices && LIKE_ASCII.iter().any(|known| charset.starts_with(known));
+        if !matches!(charset, b"utf-8" | b"utf8" | b"us-ascii") && !is_like_ascii() {
+            return false;
+        }
+        content_type = &value[end..];
+    }
+    true
 }
 
 fn is_encoded(value: &[u8]) -> bool {
@@ -344,15 +388,18 @@ mod tests {
             ("sid=\"REAL\"", &["REAL"]),
             ("sid=\"\\122EAL\"", &["REAL", "122EAL", "\\122EAL"]),
             ("sid=\"R\\EAL\"", &["REAL", "R\\EAL"]),
-            ("sid=\"REAL\" N", &["REAL", "\"REAL\" N", "REAL\""]),
-            ("sid=\"a;b\"", &["a;b", "\"a", ""]),
-            ("sid=\"REALx", &["\"REALx", "REAL"]),
+            ("sid=R\\105AL; sid=REAL%2C", &["REAL", "R105AL", "R\\105AL"]),
+            ("sid=\"REAL\" N", &["REAL", "REAL\" N"]),
+            ("sid=\"a;b\"", &["a;b", "a", ""]),
+            ("sid=\"REALx", &["REALx", "REAL"]),
+            ("sid=%22REAL%22; sid=\"%22REAL\"; sid=REAL%22+", &["REAL"]),
+            ("sid=\"REAL", &["REAL", "REA"]),
             ("sid=%52EAL", &["REAL"]),
             ("sid=%2552%45AL", &["REAL"]),
             ("sid=%2%35%352EAL", &["REAL"]),
-            ("sid=a+b%20c%2Bd", &["a b c d"]),
+            ("sid=a+b%20c%2Bd%1Fe", &["a b c d e"]),
             ("sid=100%", &["100%"]),
-            ("sid=\"", &["\""]),
+            ("sid=\"", &[""]),
             ("sid=", &[""]),
             ("sid=x; sid=REAL", &["x", "REAL"]),
             ("sid=x; SID=REAL; s%69d=y; sid[]=z", &["x", "REAL", "y", "z"]),
@@ -408,6 +455,28 @@ mod tests {
     }
 
     #[test]
+    fn a_charset_of_the_content_type_must_not_matter() {
+        for (content_type, ascii, all) in [
+            ("text/plain", true, true),
+            ("application/json; charset=utf-8", true, true),
+            ("text/html; Charset = \"UTF-8\"; boundary=x", true, true),
+            ("text/xml; charset=ISO-8859-1", true, false),
+            ("text/xml;charset=windows-1252", true, false),
+            ("a/b; charset=utf-8; charset=utf-7", false, false),
+            ("a/b; charset=unicode_escape", false, false),
+            ("a/b; charset=iso2022_jp", false, false),
+            ("a/b; charset*=utf-8''utf-7", false, false),
+            ("a/b; charset=utf-8\"", false, false),
+            ("a/b; charset=utf_16", false, false),
+        ] {
+            let headers = HeaderMap::from_iter([(CONTENT_TYPE, content_type.parse().unwrap())]);
+            let agree = |value: &str| has_one_charset(Some(&headers), value.as_bytes());
+            assert_eq!((agree("REAL"), agree("né")), (ascii, all), "{content_type}");
+        }
+        assert!(has_one_charset(None, b"x"));
+    }
+
+    #[test]
     fn header_lines_count_separately_and_joined() {
         let name = HeaderName::from_static("x-api-key");
         let mut headers = HeaderMap::new();
@@ -449,22 +518,26 @@ mod tests {
             ("x-api-key", ",REAL", &["", "REAL", ", REAL", ",REAL"]),
             ("x-api-key", "REAL,REAL", &["REAL", "REAL, REAL", "REAL,REAL"]),
             ("x-api-key", "\"a,b\"", &["\"a", "b\"", "\"a, b\"", "\"a,b\""]),
-            ("authorization", "Bearer REAL,x=1", &["Bearer REAL", "x=1", "Bearer REAL, x=1", "Bearer REAL,x=1"]),
+            ("authorization", "bearer REAL,x=1", &["Bearer REAL", "x=1", "bearer REAL, x=1", "bearer REAL,x=1"]),
             (
                 "authorization",
                 "Basic YQ==,Basic Yg==",
-                &["Basic YQ==", "Basic Yg==", "Basic YQ==, Basic Yg==", "Basic YQ==,Basic Yg=="],
+                &["Basic a", "Basic b", "Basic YQ==, Basic Yg==", "Basic YQ==,Basic Yg=="],
             ),
             (
                 "authorization",
                 "Digest username=\"a\", uri=\"/\", nc=1,qop=auth, x=1",
-                &["Digest username=\"a\", uri=\"/\", nc=1,qop=auth, x=1", "Digest username=\"a\""],
+                &["digest username=\"a\", uri=\"/\", nc=1,qop=auth, x=1", "digest username=\"a\""],
             ),
-            ("authorization", "Token token=\"R\", x=n1", &["Token token=\"R\", x=n1", "Token token=\"R\""]),
+            (
+                "authorization",
+                "Token token=\"R\", x=n1",
+                &["Bearer token=\"R\", x=n1", "Bearer R", "Bearer token=\"R\""],
+            ),
             (
                 "proxy-authorization",
                 "Digest a=b, c=d,Bearer R",
-                &["Digest a=b, c=d", "Bearer R", "Digest a=b", "Digest a=b, c=d, Bearer R", "Digest a=b, c=d,Bearer R"],
+                &["digest a=b, c=d", "digest a=b", "Bearer R", "Digest a=b, c=d, Bearer R", "Digest a=b, c=d,Bearer R"],
             ),
             ("x-token", "Digest a=b,c=d", &["Digest a=b", "c=d", "Digest a=b, c=d", "Digest a=b,c=d"]),
             ("user-agent", "A (KHTML, like B), c, d, e, f", &["A (KHTML, like B), c, d, e, f"]),

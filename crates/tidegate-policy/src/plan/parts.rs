@@ -167,6 +167,8 @@ pub(crate) struct OpTemplate {
     pub(crate) affinity: Option<u16>,
     /// The template that tells callers apart, if a limit has reservations.
     pub(crate) caller: Option<u16>,
+    /// True if a key has a header, a cookie or a parameter.
+    pub(crate) reads_texts: bool,
 }
 
 #[derive(Clone, Copy, Debug)]

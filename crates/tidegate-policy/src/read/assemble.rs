@@ -56,6 +56,9 @@ impl PlanCollector {
             let key_template_index = u8::try_from(slot)
                 .expect("invariant: an action has at most as many key templates as a batch has operations");
             let is_concurrency = info.is_concurrency;
+            let is_text =
+                |part: &KeyPart| matches!(part, KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_));
+            op_template.reads_texts |= self.key_parts(*id).iter().any(is_text);
             op_template.steps.push(OpStep { limit: *id, key_template_index, is_concurrency, is_global });
         }
         if self.keeps_keys_together {
@@ -164,7 +167,7 @@ impl DocumentReader<'_> {
         Some(Plan {
             fallback: names.get("default").copied(),
             names,
-            router: Router::new(matchers, path_quirks, ambiguous_paths),
+            router: Router::new(matchers, path_quirks, ambiguous_paths, counts_by_path),
             actions,
             lists: NetworkMap::new(lists.iter().copied()),
             listed_networks: lists,
