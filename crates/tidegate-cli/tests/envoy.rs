@@ -114,6 +114,7 @@ fn envoy_enforces_limits_with_true_waits() {
     let tenants =
         ["a", "a", "a", "a", "b"].map(|tenant| ask(&ports, "GET /", &format!("x-tenant: {tenant}\r\n")).status);
     assert_eq!(tenants, [200, 200, 200, 429, 200]);
+    assert_eq!(ask(&ports, "GET /", "x_tenant: a\r\n").status, 400, "it looks like a keyed header");
     // The decision API has the same counts.
     let mut api = HttpClient::connect(ports.api).unwrap();
     let status = api.request("GET /v1/status?action=tenant&key=a HTTP/1.1\r\nhost: localhost\r\n\r\n");
@@ -151,6 +152,7 @@ fn envoy_hands_on_refusals_of_forward_auth() {
         assert_eq!(login("203.0.113.8").status, 200, "another client");
         sleep(Duration::from_secs(1));
         assert_eq!(login("203.0.113.7").status, 200, "the wait is true");
+        assert_eq!(ask(&ports, "GET /tenant", "x_tenant: a\r\n").status, 400, "it looks like a keyed header");
         if is_grpc {
             // Each of several values counts.
             let tenants = ["a", "a\r\nx-tenant: 1", "a\r\nx-tenant: 2", "a\r\nx-tenant: 3", "b"];

@@ -7,9 +7,9 @@ use http::header::{AUTHORIZATION, HOST, USER_AGENT};
 use http::request::Parts;
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderValue, Uri, Version};
-use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode, utf8_percent_encode};
-use tidegate_policy::Secret;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use tidegate_policy::outbound::{Auth, BaseUrl, ProviderConfig};
+use tidegate_policy::{Secret, may_be_parameter};
 
 use super::path;
 use super::reply_headers::path_below_base;
@@ -220,8 +220,12 @@ impl Target {
             return;
         };
         target.push('?');
-        for pair in query.into_iter().flat_map(|query| query.split('&')).filter(|pair| !param_has_name(pair, name)) {
-            target.extend([pair, "&"]);
+        for pair in query.into_iter().flat_map(|query| query.split('&')) {
+            // Some servers end a pair at `;`, too.
+            let kept: Vec<&str> = pair.split(';').filter(|pair| !param_has_name(pair, name)).collect();
+            if !kept.is_empty() {
+                target.extend([&kept.join(";"), "&"]);
+            }
         }
         let name = utf8_percent_encode(name, ENCODED_CHARS);
         write!(target, "{name}={}", percent_encode_secret(secret)).expect("invariant: writing to a string can't fail");
@@ -233,12 +237,9 @@ pub(super) fn percent_encode_secret(secret: &Secret) -> String {
     utf8_percent_encode(secret.expose(), ENCODED_CHARS).to_string()
 }
 
-/// Returns true if a query's pair has this name, in any spelling. Some servers ignore the case.
+/// Returns true if a server may read this name from a query's pair.
 pub(super) fn param_has_name(pair: &str, name: &str) -> bool {
-    let found = pair.split_once('=').map_or(pair, |(name, _)| name).replace('+', " ");
-    percent_decode(found.as_bytes())
-        .map(|byte| byte.to_ascii_lowercase())
-        .eq(name.bytes().map(|byte| byte.to_ascii_lowercase()))
+    may_be_parameter(pair.split_once('=').map_or(pair, |(name, _)| name), name)
 }
 
 /// Returns the rest of a full URL's path after the base URL's path.

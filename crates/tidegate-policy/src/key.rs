@@ -382,6 +382,11 @@ fn part_values<'q>(part: &KeyPart, query: &Query<'q>, limit: &str) -> Result<Opt
     })
 }
 
+/// True if a server may take this name in a query for that of the parameter, as limits by `query:NAME` read it.
+pub fn may_be_parameter(found: &str, name: &str) -> bool {
+    values::may_be_read_as(found.trim_ascii().as_bytes(), name.as_bytes(), true)
+}
+
 fn part_tag(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Header(_) => 18,

@@ -82,7 +82,7 @@ pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
 pub use host::{is_host, is_same_host};
 pub use key::{
     KeyError, KeyPart, KeySeed, MissingPartError, OnMissing, PLATFORMS, UncountableError, UnknownPlatformError,
-    limit_tag,
+    limit_tag, may_be_parameter,
 };
 pub use listen::{CertificateFiles, Http2Mode, ListenAddress, ListenConfig, TlsConfig, UNIX_PEER, UnixSocketConfig};
 pub use matched_actions::{MAX_ACTIONS, MatchedActions, PathError};

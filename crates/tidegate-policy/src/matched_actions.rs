@@ -6,7 +6,7 @@ use http::header::{COOKIE, HeaderName, HeaderValue};
 use tidegate_core::batch::BatchContext;
 use tidegate_core::{Batch, MAX_OPS, Op, Time, Verb};
 
-use crate::key::{KeyError, KeyOptions, KeyPart, KeySeed};
+use crate::key::{KeyError, KeyOptions, KeyPart, KeySeed, UncountableError};
 use crate::path::NormalisedPath;
 use crate::plan::{ActionId, Plan};
 use crate::query::Query;
@@ -122,6 +122,8 @@ impl fmt::Debug for MatchedActions {
 
 /// The bytes of a call whose keys take longer to read than a look-up of its block.
 const LONG_KEYS: usize = 1 << 10;
+/// The most bytes of a call that are read for its keys: half of a head at its cap would take half a millisecond.
+pub(crate) const MAX_KEY_BYTES: usize = 16 << 10;
 
 impl Plan {
     /// The names of these actions on one line, such as `login+static`; `None` if there is no action.
@@ -141,6 +143,13 @@ impl Plan {
     pub fn has_long_keys(&self, action: Option<ActionId>, query: &Query<'_>) -> bool {
         self.needs_path_readings(query)
             || self.op_template(action).reads_texts && self.key_bytes(action, query) > LONG_KEYS
+    }
+
+    /// Checks that the texts of a call's keys aren't too long to read.
+    #[inline]
+    pub(crate) fn check_key_bytes(&self, action: Option<ActionId>, query: &Query<'_>) -> Result<(), UncountableError> {
+        let are_long = self.op_template(action).reads_texts && self.key_bytes(action, query) > MAX_KEY_BYTES;
+        if are_long { Err(UncountableError::TooLong) } else { Ok(()) }
     }
 
     /// Adds the operations under those limits of a call that count by its address alone.

@@ -312,6 +312,7 @@ impl Plan {
         if actions.has_multiple() || self.needs_path_readings(query) {
             return self.fill_actions(batch, actions, query, seed, verb);
         }
+        self.check_key_bytes(actions.first(), query)?;
         self.fill_action(batch, actions.first(), query, self.key_options(None), seed, verb)
     }
 

@@ -38,6 +38,7 @@ use tower_layer::Layer as _;
 use self::provider_client::ProviderClient;
 use crate::ServeError;
 use crate::access::Access;
+use crate::access_log::AccessEntry;
 use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::dashboard::remove_session_cookies;
 use crate::hop_headers::{self, X_FORWARDED_PROTO};
@@ -242,9 +243,14 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         request: &mut Request<Incoming>,
         client: &ConnectionContext,
     ) -> Result<(&Mount<S, C>, CallOptions), Response<ResponseBody>> {
+        let has_token = request.uri().path_and_query().is_some_and(|path| self.access.is_token_in(path.as_str().as_bytes()));
+        if has_token {
+            client.watch.access.note(AccessEntry::hide_target);
+        }
         if let Err(invalid) = validate_request(request) {
             let ip = Some(canonical_ip(client.address.ip()));
-            let query = Query { ip, path: Some(request.uri().path()), ..Query::default() };
+            let path = Some(request.uri().path()).filter(|_| !has_token);
+            let query = Query { ip, path, ..Query::default() };
             self.refusals.log_invalid_request(self.now(), invalid, &query, &client.watch.access);
             return Err(invalid.response());
         }
@@ -258,7 +264,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let Some(mount) = self.mounts.get(name) else { return Err(self.unknown_provider_response(name)) };
         let plan = mount.service.provider().config();
         let bad_request = |why: &str| call_error::formatted(plan.error_format, StatusCode::BAD_REQUEST, why);
-        if self.access.is_token_in(path.as_bytes()) {
+        if has_token {
             return Err(bad_request("the URL contains the token of the gateway, which belongs in a header"));
         }
         let rest = if rest.starts_with('/') { rest.to_owned() } else { format!("/{rest}") };

@@ -442,6 +442,10 @@ impl Body for StreamBody {
     type Error = BoxError;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        // A task that is dropped resets its stream only if the request has ended.
+        if is_over(&self.stream.watch) {
+            return Poll::Ready(Some(Err(h2::Error::from(h2::Reason::CANCEL).into())));
+        }
         let polled = self.poll_piece(cx);
         // The library asks for the next piece once the client has made room for it.
         self.stream.watch.response.is_unread.set(polled.is_ready());

@@ -126,9 +126,10 @@ impl From<&UncountableError> for RejectionReason {
             UncountableError::Path(PathError::Ambiguous) => Self::AmbiguousPath,
             UncountableError::Path(PathError::TooMany) => Self::TooManyPathReadings,
             UncountableError::Missing(_) => Self::MissingPart,
-            UncountableError::TooManyValues(_) | UncountableError::TooManyOperations | UncountableError::Charset(_) => {
-                Self::TooManyValues
-            }
+            UncountableError::TooManyValues(_)
+            | UncountableError::Charset(_)
+            | UncountableError::TooLong
+            | UncountableError::TooManyOperations => Self::TooManyValues,
             UncountableError::SimilarHeader(_) => Self::Lookalike,
             UncountableError::InvalidHost => Self::Host,
         }

@@ -5,8 +5,9 @@ use std::future::{Ready, ready};
 use std::net::IpAddr;
 use std::sync::{Arc, LazyLock, Mutex};
 
+use http::header::{COOKIE, HeaderMap};
 use tidegate::clock::ManualClock;
-use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
+use tidegate::policy::{KeySeed, Policy, PolicySources, Query, UncountableError};
 use tidegate::store::{Memory, Never, Store, StoreError, StoreResponse};
 use tidegate::{BlockError, CheckError, Clock, Decision, DecisionReport, Gate, Reason, ResetReport, Span, Time};
 use tidegate_core::batch::{BatchStates, OpContext, execute};
@@ -504,6 +505,10 @@ fn refused_clients_cost_no_readings_of_their_paths() {
     let headers = HeaderMap::from_iter([(COOKIE, cookies.parse().unwrap())]);
     let long = Query { headers: Some(&headers), path: Some("/session"), ..client };
     assert!(gate.check_now(&long).unwrap().blocked, "its cookies have more values than a key may have");
+    let pieces = HeaderMap::from_iter([(COOKIE, format!("sid=a; {}", "x=y; ".repeat(3_500)).parse().unwrap())]);
+    let free = Query { headers: Some(&pieces), ..unreadable("203.0.113.8") };
+    let session = Query { path: Some("/session"), ..free };
+    assert_eq!(gate.check_now(&session).unwrap_err().uncountable(), Some(&UncountableError::TooLong));
     clock.advance(Span::from_millis(200));
     assert!(gate.actions(&client).unwrap().path_error().is_some(), "the block may end before the decision");
 }

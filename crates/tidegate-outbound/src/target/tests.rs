@@ -135,6 +135,8 @@ fn the_credential_parameter_replaces_every_spelling() {
         ("/x?api_key", "?"),
         ("/x?a=b&api_key=mine&c=d&api_key=again", "?a=b&c=d&"),
         ("/x?%61pi_key=mine&api%5Fkey=mine&API_KEY=mine&a=b", "?a=b&"),
+        ("/x?api_key[]=mine&a=1;api_key=mine&api.key=mine&%20api_key=mine&api_key%00=mine", "?a=1&"),
+        ("/x?a=1;b=2", "?a=1;b=2&"),
         ("/x?my_api_key=1&api_key2=2", "?my_api_key=1&api_key2=2&"),
         ("/x?a=api_key%3Dmine", "?a=api_key%3Dmine&"),
     ] {

@@ -1,7 +1,7 @@
 //! The errors of calls that have no key.
 
 use super::values::MAX_VALUES;
-use crate::matched_actions::PathError;
+use crate::matched_actions::{MAX_KEY_BYTES, PathError};
 
 /// A call lacks something that a limit counts by, or has an invalid value for it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,6 +40,9 @@ pub enum UncountableError {
     /// The host isn't a name or an address with at most a port, or there are two hosts.
     #[error("the host is no name or address with at most a port, or there is more than one")]
     InvalidHost,
+    /// Together, the parts are longer than 16 KiB.
+    #[error("the parts to count by are longer than {} KiB together", MAX_KEY_BYTES >> 10)]
+    TooLong,
     /// Together, the parts have more values than one decision can check.
     #[error("there are more values to count by than one decision can ask about")]
     TooManyOperations,
@@ -52,7 +55,7 @@ impl UncountableError {
             Self::Missing(part) | Self::TooManyValues(part) | Self::Charset(part) => Some(part),
             Self::Path(_) => Some("path"),
             Self::InvalidHost => Some("host"),
-            Self::SimilarHeader(_) | Self::TooManyOperations => None,
+            Self::SimilarHeader(_) | Self::TooLong | Self::TooManyOperations => None,
         }
     }
 }

@@ -98,7 +98,7 @@ setting_keys! {
 
     TIMEOUTS: TimeoutKeys {
         header: Duration = "10s", DURATION, "the time for the head of a request to arrive";
-        body: Duration = "30s", DURATION, "the time between two pieces of a body";
+        body: Duration = "30s", DURATION, "the time between two pieces of a body, of a request or a reply";
         connect: Duration = "5s", DURATION, "the time for connecting to the upstream";
         response: Duration = "60s", DURATION, "the time until the head of the upstream's answer";
         idle: Duration = "75s", DURATION, "the time for which a connection without a request is kept";

@@ -124,6 +124,13 @@ impl AccessEntry {
         self.key = query.key.map(|key| MaskedKey(key).to_string());
     }
 
+    /// Shows no target, because it holds a secret.
+    pub(crate) fn hide_target(&mut self) {
+        if let Some((_, target)) = &mut self.request_line {
+            *target = Uri::from_static("/hidden");
+        }
+    }
+
     /// Notes the client and the action of a question that decides nothing.
     pub(crate) fn note_subject(&mut self, query: &Query<'_>, actions: Option<String>) {
         self.note_client(query);

@@ -381,6 +381,35 @@ async fn requests_that_were_not_processed_are_sent_again() {
     assert_eq!(seen.load(Ordering::Relaxed), 3);
 }
 
+/// A stream in both directions whose reply is overdue ends at once, though its request goes on.
+#[tokio::test]
+async fn a_silent_reply_resets_a_stream_whose_request_goes_on() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = format!("http://{}", listener.local_addr().unwrap());
+    let (ended, upload_ended) = tokio::sync::oneshot::channel();
+    tokio::spawn(async move {
+        let stream = listener.accept().await.unwrap().0;
+        let mut connection = h2::server::handshake(stream).await.unwrap();
+        let (request, mut respond) = connection.accept().await.unwrap().unwrap();
+        tokio::spawn(async move { while connection.accept().await.is_some() {} });
+        let mut reply = respond.send_response(Response::new(()), false).unwrap();
+        reply.send_data(Bytes::from_static(b"x"), false).unwrap();
+        let mut body = request.into_body();
+        while let Some(Ok(_)) = body.data().await {}
+        let _ = ended.send(());
+    });
+    let policy = format!("{ALWAYS}upstream_http2 = true\ntimeouts = {{ body = \"300ms\" }}\n");
+    let gate = start_before(&upstream, &policy).await;
+    let mut sender = connect(gate).await.ready().await.unwrap();
+    let (sent, mut upload) = sender.send_request(request("/").method("POST").body(()).unwrap(), false).unwrap();
+    upload.send_data(Bytes::from_static(b"x"), false).unwrap();
+    let mut reply = sent.await.unwrap().into_body();
+    assert_eq!(reply.data().await.unwrap().unwrap(), "x");
+    let error = tokio::time::timeout(PATIENCE, reply.data()).await.expect("the end of the stream").unwrap().unwrap_err();
+    assert_eq!(error.reason(), Some(h2::Reason::CANCEL));
+    tokio::time::timeout(PATIENCE, upload_ended).await.expect("the upstream's request ends, too").unwrap();
+}
+
 #[tokio::test]
 async fn a_server_that_takes_one_request_gets_more_connections() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
