@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use crate::limit::LimitError;
+use crate::limit::{LimitError, MAX_COST};
 use crate::state::LimitStatus;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
@@ -47,6 +47,17 @@ impl Concurrency {
         self.lease
     }
 
+    /// The cost of a call that is refused for this time, as if the limit were full. Its caller isn't to get more permits,
+    /// although there may be some.
+    pub fn refused_cost(wait: Span) -> u64 {
+        MAX_COST.saturating_add(wait.as_micros().max(1))
+    }
+
+    /// True if this is a [`refused_cost`](Self::refused_cost).
+    pub fn is_refused_cost(cost: u64) -> bool {
+        cost > MAX_COST
+    }
+
     /// Removes permits after the end of their lease. Shortens leases that a step back of the clock has lengthened.
     pub fn refresh(&self, permits: &mut Permits, now: Time) {
         let longest = now + self.lease;
@@ -61,7 +72,10 @@ impl Concurrency {
     /// The status for a call of `cost` permits at `now`. The list must be refreshed for `now`.
     pub fn status(&self, permits: &Permits, cost: u64, now: Time) -> LimitStatus {
         let used = permits.used();
-        let retry_at = if cost > self.limit {
+        let is_refused = Self::is_refused_cost(cost);
+        let retry_at = if is_refused {
+            now + Span::from_micros(cost - MAX_COST)
+        } else if cost > self.limit {
             Time::NEVER
         } else if used + cost <= self.limit {
             now
@@ -76,7 +90,8 @@ impl Concurrency {
             last_needed.map_or(now, |permit| permit.expires)
         };
         let reset_at = permits.0.iter().map(|permit| permit.expires).max().unwrap_or(now);
-        LimitStatus { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
+        let remaining = if is_refused { 0 } else { self.limit.saturating_sub(used) };
+        LimitStatus { limit: self.limit, used, remaining, retry_at, reset_at }
     }
 
     /// Gives `cost` permits to `holder`. A holder that has permits keeps its number and gets a new lease.
@@ -177,6 +192,15 @@ mod tests {
         limit.refresh(&mut permits, at(40));
         assert_eq!(permits.used(), 0);
         assert!(!limit.renew(&mut permits, 1, at(40)));
+    }
+
+    #[test]
+    fn a_refused_cost_finds_the_limit_full() {
+        let limit = Concurrency::new(2, Concurrency::DEFAULT_LEASE).unwrap();
+        let status = |cost| limit.status(&Permits::default(), cost, Time::from_secs(1000));
+        let refused = status(Concurrency::refused_cost(Span::from_secs(7)));
+        assert_eq!((refused.used, refused.remaining, refused.retry_at), (0, 0, Time::from_secs(1007)));
+        assert_eq!((status(MAX_COST).remaining, status(MAX_COST).retry_at), (2, Time::NEVER));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The decision about one inbound request: the meaning of a store's outcomes, or of an allow or deny list.
 
 use crate::batch::{Admission, Outcome, Outcomes, ShareLevel};
-use crate::{Batch, Key, LimitId, Limits, Op, Span, Time, Verb};
+use crate::{Batch, Concurrency, Key, LimitId, Limits, Op, Span, Time, Verb};
 
 /// The reason of a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,6 +20,8 @@ pub enum Reason {
     DenyList,
     /// A limit has no room.
     Limit,
+    /// The caller has its share of a limit, because it has broken off calls.
+    Share,
     /// A limit has no room, and the caller has a reservation of it.
     Reserved,
     /// A block is in force.
@@ -37,6 +39,7 @@ impl Reason {
             Self::AllowList => "allow_list",
             Self::DenyList => "deny_list",
             Self::Limit => "limit",
+            Self::Share => "share",
             Self::Reserved => "reserved",
             Self::Penalty => "penalty",
         }
@@ -199,7 +202,12 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         if decision.blocked {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
         }
-        decision.reason = if outcome.block_until > now { Reason::Penalty } else { Reason::Limit };
+        let is_in_flight = limits.get(op.limit).is_some_and(|limit| limit.kind().has_permits());
+        decision.reason = match outcome.block_until > now {
+            true => Reason::Penalty,
+            false if is_in_flight && Concurrency::is_refused_cost(op.cost) => Reason::Share,
+            false => Reason::Limit,
+        };
     } else if let Some((_, (op, outcome))) = least_remaining {
         set_limit_fields(&mut decision, op, outcome);
         decision.reason = if paroled { Reason::Parole } else { Reason::Ok };

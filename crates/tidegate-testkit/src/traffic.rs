@@ -330,7 +330,7 @@ impl TrafficGenerator {
             36 => 0,
             37 => capacity,
             38 => capacity + 1,
-            _ => self.random.pick(&[MAX_COST, u64::MAX, 2]),
+            _ => self.random.pick(&[MAX_COST, Concurrency::refused_cost(Span::from_secs(3)), u64::MAX, 2]),
         }
     }
 }

@@ -47,11 +47,12 @@ pub struct DecisionCount {
 
 /// The combinations of outcome and reason that decisions have. Those of an action's limit that are listed even if there
 /// are none come first.
-const RESULTS: [(DecisionOutcome, Reason); 11] = [
+const RESULTS: [(DecisionOutcome, Reason); 12] = [
     (DecisionOutcome::Allowed, Reason::Ok),
     (DecisionOutcome::Refused, Reason::Limit),
     (DecisionOutcome::Refused, Reason::Penalty),
     (DecisionOutcome::Refused, Reason::Reserved),
+    (DecisionOutcome::Refused, Reason::Share),
     (DecisionOutcome::Allowed, Reason::Unlimited),
     (DecisionOutcome::Allowed, Reason::Parole),
     (DecisionOutcome::Allowed, Reason::Reservation),
@@ -65,7 +66,7 @@ const ALWAYS_LISTED: usize = 2;
 const MAX_EARLIER: usize = 1 << 16;
 
 /// The counters of a row: one for each reason, and again for decisions in shadow mode.
-const ROW: usize = 18;
+const ROW: usize = 20;
 
 /// The counter of a decision within its row.
 #[inline]

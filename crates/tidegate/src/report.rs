@@ -31,7 +31,7 @@ pub struct DecisionReport {
     pub next_allowed_at: Option<String>,
     /// The limit that bound the decision: the one with the longest wait, or with the least capacity left.
     pub bound_by: Option<String>,
-    /// `ok`, `unlimited`, `parole`, `reservation`, `allow_list`, `deny_list`, `limit`, `reserved` or `penalty`.
+    /// `ok`, `unlimited`, `parole`, `reservation`, `allow_list`, `deny_list`, `limit`, `share`, `reserved` or `penalty`.
     pub reason: Cow<'static, str>,
     /// The source of the limit that bound it: `action` or `global`.
     pub source: Option<Cow<'static, str>>,

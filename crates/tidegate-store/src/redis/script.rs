@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use tidegate_core::reservation::{FORFEIT_HORIZONS, LATENESS, MAX_RECORDS};
 use tidegate_core::time::MAX_CLOCK_LAG;
-use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
+use tidegate_core::{Batch, Limit, LimitKind, Limits, MAX_COST, Op, Time, Verb};
 
 use crate::announcement::stored;
 
@@ -134,7 +134,10 @@ fn batched_script_text(code: u16) -> String {
 
 fn constants_text() -> String {
     let (never, clock_lag) = (Time::NEVER.as_micros(), MAX_CLOCK_LAG.as_micros());
-    format!("local NEVER, MAX_CLOCK_LAG, MAX_EXACT_INTEGER = {never}, {clock_lag}, {MAX_EXACT_INTEGER}\n")
+    format!(
+        "local NEVER, MAX_CLOCK_LAG = {never}, {clock_lag}\n\
+         local MAX_EXACT_INTEGER, MAX_COST = {MAX_EXACT_INTEGER}, {MAX_COST}\n"
+    )
 }
 
 const QUICK_LOCALS: &str = "local unpack, pack, call = struct.unpack, struct.pack, redis.call\n\

@@ -1,6 +1,6 @@
 //! The events of one key under one limit, and the status that follows from them.
 
-use tidegate_core::{Concurrency, LimitKind, Quota, Rate, Span, Time, Window};
+use tidegate_core::{Concurrency, LimitKind, MAX_COST, Quota, Rate, Span, Time, Window};
 
 use super::ModelStatus;
 
@@ -235,12 +235,16 @@ impl History {
         let mut moments: Vec<Time> = permits.iter().map(|permit| permit.expires).chain([now]).collect();
         moments.sort_unstable();
         let room = moments.into_iter().find(|&moment| used_at(moment) + u128::from(cost) <= limit);
-        let retry_at =
-            if permits.iter().any(|permit| permit.holder == holder) { now } else { room.unwrap_or(Time::NEVER) };
+        let is_refused = Concurrency::is_refused_cost(cost);
+        let retry_at = match permits.iter().any(|permit| permit.holder == holder) {
+            true => now,
+            false if is_refused => now + Span::from_micros(cost - MAX_COST),
+            false => room.unwrap_or(Time::NEVER),
+        };
         ModelStatus {
             fits: retry_at == now,
             used: used_at(now) as u64,
-            remaining: limit.saturating_sub(used_at(now)) as u64,
+            remaining: if is_refused { 0 } else { limit.saturating_sub(used_at(now)) as u64 },
             retry_at,
             reset_at: permits.iter().map(|permit| permit.expires).max().unwrap_or(now),
         }

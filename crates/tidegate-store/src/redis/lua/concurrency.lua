@@ -81,7 +81,9 @@ evaluate[CONCURRENCY] = function(op, state)
   refresh_permits(op, state)
   op.own_position = find_permit(state)
   op.free_count = 0
-  if op.exceeds_capacity == 1 then
+  if op.cost > MAX_COST then
+    op.free_at = min(now + op.cost - MAX_COST, NEVER)
+  elseif op.exceeds_capacity == 1 then
     op.free_at = NEVER
   elseif state.used + op.cost <= op.limit then
     return true
