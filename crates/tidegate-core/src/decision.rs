@@ -20,7 +20,7 @@ pub enum Reason {
     DenyList,
     /// A limit has no room.
     Limit,
-    /// The caller has its share of a limit, because it has broken off calls.
+    /// A limit has room, but not for this caller, which has broken off calls and has its share.
     Share,
     /// A limit has no room, and the caller has a reservation of it.
     Reserved,
@@ -202,10 +202,11 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         if decision.blocked {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
         }
+        let has_room_for_others = outcome.used < outcome.limit;
         let is_in_flight = limits.get(op.limit).is_some_and(|limit| limit.kind().has_permits());
         decision.reason = match outcome.block_until > now {
             true => Reason::Penalty,
-            false if is_in_flight && Concurrency::is_refused_cost(op.cost) => Reason::Share,
+            false if is_in_flight && has_room_for_others && Concurrency::is_refused_cost(op.cost) => Reason::Share,
             false => Reason::Limit,
         };
     } else if let Some((_, (op, outcome))) = least_remaining {

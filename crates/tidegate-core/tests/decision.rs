@@ -89,7 +89,8 @@ fn every_stated_wait_is_exact() {
                 for &op in asked.ops() {
                     call.push(op).map_err(|full| full.to_string())?;
                 }
-                if call.ops().iter().any(|op| op.verb != Verb::Take) {
+                // A call of a client beyond its share says itself how long it is refused.
+                if call.ops().iter().any(|op| op.verb != Verb::Take || Concurrency::is_refused_cost(op.cost)) {
                     limiter.decide(&call, now);
                     continue;
                 }
