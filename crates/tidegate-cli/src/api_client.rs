@@ -126,6 +126,7 @@ fn describe_report(report: &DecisionReport) -> String {
         ("deny_list", _) => ": the address is on the deny list".to_owned(),
         ("parole", Some(name)) => format!(" on parole: after its block, one call passes though {name} is full"),
         ("reservation", _) => " by a reservation".to_owned(),
+        ("share", Some(name)) => format!(": it has its share of {name}, because it has broken off calls"),
         (_, None) => ": no limit applies".to_owned(),
         (_, Some(name)) => {
             let (remaining, limit) = (report.remaining.unwrap_or_default(), report.limit.unwrap_or_default());
@@ -170,6 +171,9 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
         let _ = writeln!(text, "  counts by {}", limit.key.join(" + "));
     }
     let _ = writeln!(text, "  used      {} of {}, {} left", limit.used, limit.limit, limit.remaining);
+    if let Some(share) = limit.share {
+        let _ = writeln!(text, "  share     {share} for this client, because it has broken off calls");
+    }
     if limit.blocked {
         let backoff = limit.backoff_seconds.unwrap_or_default();
         let _ = writeln!(text, "  blocked   for {backoff} s after {}", describe_strikes(limit.strikes));
@@ -183,4 +187,30 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
         (false, None) => "never for this cost".to_owned(),
     };
     let _ = writeln!(text, "  free      {free}; full capacity again in {} s", limit.reset_after);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clients_share_is_told() {
+        let decision = json!({
+            "allowed": false, "limit": 4, "remaining": 0, "reset_after": 30, "retry_after": 30, "blocked": false,
+            "backoff_seconds": null, "next_allowed_at": null, "bound_by": "report", "reason": "share", "source": "action",
+        });
+        let limit = json!({
+            "name": "report", "source": "action", "words": "4 in flight", "key": [], "limit": 4, "used": 2, "remaining": 0,
+            "allowed": false, "retry_after": 30, "reset_after": 30, "blocked": false, "backoff_seconds": null, "strikes": 0,
+            "share": 2, "shadow": false,
+        });
+        let explanation = json!({ "action": "report", "decision": decision, "limits": [limit] });
+        let text = describe_explanation(&serde_json::from_value(explanation).expect("an explanation"));
+        let because = "because it has broken off calls";
+        assert!(
+            text.contains(&format!("would be refused: it has its share of report, {because}; retry in 30 s")),
+            "{text}"
+        );
+        assert!(text.contains(&format!("  share     2 for this client, {because}\n")), "{text}");
+    }
 }

@@ -2,10 +2,10 @@
 //! within it. Connections to an upstream that are kept although their client has gone away have a share of their own.
 
 use rustix::process::{Resource, getrlimit, setrlimit};
+use tidegate::MAX_FINISHED_CALLS;
 use tidegate_policy::{Http2Mode, ListenConfig, Policy};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-use crate::finish::MAX_FINISHING;
 use crate::upstream::MAX_OBSERVED;
 use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS, RESP_CONNECTIONS, RLS_CONNECTIONS};
 
@@ -13,7 +13,7 @@ use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS, RESP_CONNECTIONS, RLS_CONNECTION
 const OTHER_DESCRIPTORS: u64 = 64;
 
 /// The maximum number of connections to an upstream whose client has gone away.
-const MAX_WITHOUT_CLIENT: usize = MAX_FINISHING + MAX_OBSERVED;
+const MAX_WITHOUT_CLIENT: usize = MAX_FINISHED_CALLS + MAX_OBSERVED;
 /// They take at most one in this number of the descriptors for connections.
 const WITHOUT_CLIENT_DIVISOR: u64 = 8;
 

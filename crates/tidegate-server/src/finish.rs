@@ -10,20 +10,14 @@ use bytes::Bytes;
 use http::Response;
 use http_body_util::BodyExt as _;
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 
 use crate::descriptors::place_without_client;
 use crate::permit_renewer::PermitHandle;
 use crate::upstream::{UpstreamBody, UpstreamError};
 use crate::watchdog::ConnectionWatch;
 
-/// The maximum number of calls that are finished without their client. Further ones are abandoned.
-pub(crate) const MAX_FINISHING: usize = 1024;
-
 /// The most bytes of a reply that are read without its client. A server may send them fast and without an end.
 const MAX_DISCARDED_BYTES: usize = 64 << 20;
-
-static FINISHING: Semaphore = Semaphore::const_new(MAX_FINISHING);
 
 type Sent = Result<Response<UpstreamBody>, UpstreamError>;
 type Sending = Pin<Box<dyn Future<Output = Sent> + Send>>;
@@ -91,14 +85,18 @@ async fn discard(mut body: UpstreamBody) -> Option<()> {
 
 /// Runs an exchange to its end, and returns the permit. If there is no place, or no time left, it is abandoned.
 fn finish(permit: PermitHandle, timeout: Duration, exchange: impl Future<Output = Option<()>> + Send + 'static) {
-    let places = (FINISHING.try_acquire(), place_without_client());
-    if let (Ok(runtime), (Ok(place), Some(descriptor))) = (Handle::try_current(), places) {
-        permit.count_abandoned();
+    if let (Ok(runtime), Some(place)) = (Handle::try_current(), place_without_client())
+        && permit.count_abandoned()
+    {
         runtime.spawn(async move {
-            let _places = (place, descriptor);
-            if let Ok(None) = tokio::time::timeout(timeout, exchange).await {
-                permit.work.cancel();
+            let _place = place;
+            match tokio::time::timeout(timeout, exchange).await {
+                Ok(Some(())) => {}
+                Ok(None) => permit.work.cancel(),
+                Err(_) => permit.work.break_off_reply(),
             }
         });
+    } else {
+        permit.work.break_off_reply();
     }
 }

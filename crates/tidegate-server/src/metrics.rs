@@ -28,7 +28,7 @@ use crate::alerts::AlertSet;
 use crate::fleet::FleetReport;
 use crate::log::dropped_lines;
 use crate::states::{Engine, SharedParts};
-use crate::upstream::UpstreamError;
+use crate::upstream::{UpstreamError, observed_calls};
 
 /// The counts and times of the requests that pass through the server, beside the decisions of its gate and the calls of its
 /// providers.
@@ -219,6 +219,8 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             decision_times: requests.decision_times.snapshot(),
             store_times: requests.store_times.snapshot(),
             kept_permits: gate.kept_permits(),
+            observed_calls: observed_calls(),
+            finishing_calls: gate.finishing_calls(),
             reloads: [0, 1].map(|result| requests.reloads.get(result)),
             is_last_reload_ok: requests.is_last_reload_ok(),
             certificates: parts.tls.get().into_iter().flatten().map(|tls| tls.report()).collect(),

@@ -26,12 +26,13 @@ pub(crate) struct PermitRenewer {
 /// A permit of a request, from any gate.
 pub(crate) trait RequestPermit: Send {
     fn renew(&self);
-    /// Keeps the permit of an abandoned request until its work is likely over.
-    fn keep(self: Box<Self>) -> Box<dyn AbandonedWork>;
+    /// Keeps the permit of an abandoned request until its work is likely over. `None` if there is no place for it.
+    fn keep(self: Box<Self>) -> Option<Box<dyn AbandonedWork>>;
     /// Returns the permit of a request that caused no work.
     fn cancel(self: Box<Self>);
-    /// Counts the request as one that its client has abandoned, although it goes on.
-    fn count_abandoned(&self);
+    /// Counts the request as one that its client has abandoned, although it goes on. Returns false if there is no place for
+    /// it.
+    fn count_abandoned(&self) -> bool;
 }
 
 impl<S: Store, C: Clock> RequestPermit for PermitGuard<S, C> {
@@ -39,16 +40,16 @@ impl<S: Store, C: Clock> RequestPermit for PermitGuard<S, C> {
         Self::renew(self);
     }
 
-    fn keep(self: Box<Self>) -> Box<dyn AbandonedWork> {
-        Box::new(Self::keep(*self))
+    fn keep(self: Box<Self>) -> Option<Box<dyn AbandonedWork>> {
+        Some(Box::new(Self::keep(*self)?))
     }
 
     fn cancel(self: Box<Self>) {
         Self::cancel(*self);
     }
 
-    fn count_abandoned(&self) {
-        Self::count_abandoned(self);
+    fn count_abandoned(&self) -> bool {
+        Self::count_abandoned(self)
     }
 }
 
@@ -98,11 +99,10 @@ pub(crate) struct PermitHandle {
 }
 
 impl PermitHandle {
-    /// Counts the request as one that its client has abandoned, although it goes on.
-    pub(crate) fn count_abandoned(&self) {
-        if let Some(permit) = self.renewer.permits.lock().get(self.index) {
-            permit.count_abandoned();
-        }
+    /// Counts the request as one that its client has abandoned, although it goes on. Returns false if there is no place for
+    /// it.
+    pub(crate) fn count_abandoned(&self) -> bool {
+        self.renewer.permits.lock().get(self.index).is_some_and(|permit| permit.count_abandoned())
     }
 }
 

@@ -45,7 +45,7 @@ pub(crate) use self::http2_pool::{CONNECTION_WINDOW, PING, STREAM_WINDOW};
 use self::http2_pool::{Http2Pool, Http2Stream, to_http2};
 pub(crate) use self::reply_stream::ReplyStream;
 use self::work::{CurrentWork, ObservedStream};
-pub(crate) use self::work::{MAX_OBSERVED, UpstreamWork};
+pub(crate) use self::work::{MAX_OBSERVED, UpstreamWork, observed_calls};
 use crate::body::{BoxError, Upload, is_last};
 use crate::http2::ALPN_NAME;
 use crate::tls::{TlsError, client_config};

@@ -54,6 +54,10 @@ pub struct LimitReport {
     /// The block that a call would start now, in seconds. `None` if it would start none. Omitted if `None`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next_block: Option<u64>,
+    /// The number of calls in flight that the client may have, if that is less than the capacity because it has broken off
+    /// calls. Omitted if `None`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<u64>,
     /// True if it is a shadow limit, which never refuses a call.
     pub shadow: bool,
 }
@@ -136,6 +140,7 @@ impl Explanation {
                 backoff_seconds: blocked.then(|| Span::as_secs_ceil(outcome.block)),
                 strikes: outcome.strikes,
                 next_block: next_block.map(Span::as_secs_ceil),
+                share: None,
                 shadow: is_shadow(op),
             }
         });

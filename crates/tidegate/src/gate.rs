@@ -26,8 +26,8 @@ use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
 use crate::report::{DecisionReport, PermitId};
-pub use kept_permits::KeptPermit;
 use kept_permits::KeptPermits;
+pub use kept_permits::{KeptPermit, MAX_FINISHED_CALLS};
 pub use next::NextPolicyError;
 pub use observation::DecidedCall;
 use observation::DecisionObserver;
@@ -264,13 +264,18 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub async fn explain(&self, query: &Query<'_>) -> Result<Explanation, CheckError> {
         let actions = self.all_actions(query)?;
         let mut batch = self.batch(actions, query, Verb::Peek, 0)?;
+        if self.0.kept_permits.is_active() {
+            self.count_abandoning_client(&mut batch, query.ip);
+        }
         let answer = self.0.store.apply(&batch, self.0.clock.now());
         let mut outcomes = self.outcomes(&mut batch, query.ip, answer).await?;
         let decided = self.decide_outcomes(&batch, &mut outcomes);
-        let asks_share = self.0.kept_permits.is_active() && !decided.blocked;
-        let beyond_share = || asks_share.then(|| self.count_abandoning_client(&batch, query.ip)).flatten();
-        let decision = self.decide_by_list(query).or_else(beyond_share).unwrap_or(decided);
-        Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
+        let decision = self.decide_by_list(query).unwrap_or(decided);
+        let mut explanation = Explanation::new(self, actions, &decision, &batch, &outcomes);
+        for (limit, op) in explanation.limits.iter_mut().zip(batch.ops()) {
+            limit.share = self.reduced_share(op.limit, query.ip);
+        }
+        Ok(explanation)
     }
 
     /// Gives back the cost of an admitted call, never beyond the capacity. A cost charged to the caller's network while
@@ -378,12 +383,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
             let Some(global) = self.batch_of_uncountable(&error, query, verb) else { return Err(error) };
             (batch, counted, uncountable) = (global, Some(MatchedActions::NONE), Some(error));
         }
-        if self.0.kept_permits.is_active()
-            && let Some(refusal) = self.count_abandoning_client(&batch, query.ip)
-            && !self.is_blocked(actions.first(), query)
-        {
-            self.count(counted, query.ip, batch.ops(), &refusal);
-            return Ok(Check::Decided(refusal));
+        if self.0.kept_permits.is_active() {
+            self.count_abandoning_client(&mut batch, query.ip);
         }
         let mut answer = self.0.store.apply(&batch, self.0.clock.now());
         self.ask_again(&mut batch, query.ip, &mut answer);
@@ -445,7 +446,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let decision = self.decide_and_sign(batch, outcomes);
         if let Some(holder) = decision.permit {
             hold_times.begin(holder, self.0.clock.now());
-        } else if !decision.allowed && self.0.kept_permits.is_active() {
+        } else if self.0.kept_permits.is_active() {
             self.uncount_call(batch);
         }
         decision

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use tidegate_core::{Batch, Limit, LimitId, LimitKind, Limits, Outcomes, RecentMaximum, Span, Time};
+use tidegate_core::{Batch, Concurrency, Limit, LimitId, LimitKind, Limits, Outcomes, RecentMaximum, Span, Time};
 
 /// The maximum number of permits whose start is remembered. Further ones aren't measured.
 const MAX_MEASURED: usize = 1024;
@@ -74,6 +74,11 @@ impl HoldTimes {
         self.limits.is_empty()
     }
 
+    /// The limits on calls in flight.
+    pub(crate) fn limits(&self) -> impl Iterator<Item = LimitId> {
+        self.limits.iter().map(|limit| limit.id)
+    }
+
     /// Begins to measure the permit of this holder.
     pub(crate) fn begin(&self, holder: u64, now: Time) {
         let MeasuredPermits { starts, purged_at } = &mut *self.measured.lock();
@@ -90,20 +95,15 @@ impl HoldTimes {
     /// Records that the holder of a batch has given its permits back.
     pub(crate) fn end(&self, batch: &Batch, now: Time) {
         if let Some(start) = self.take_start(batch.holder()) {
-            self.record(batch, start, now);
+            for limit in batch.ops().iter().filter_map(|op| self.limit(op.limit)) {
+                limit.record(now.since(start), now);
+            }
         }
     }
 
     /// Measures the permit of this holder no further. Returns its start, if it was measured.
     pub(crate) fn take_start(&self, holder: u64) -> Option<Time> {
         self.measured.lock().starts.remove(&holder)
-    }
-
-    /// Records a call that held the permits of a batch from `start` to `now`.
-    pub(crate) fn record(&self, batch: &Batch, start: Time, now: Time) {
-        for limit in batch.ops().iter().filter_map(|op| self.limit(op.limit)) {
-            limit.record(now.since(start), now);
-        }
     }
 
     /// The longest recent hold time of the limits of a batch: of the last minutes in which calls have ended. In the first
@@ -124,6 +124,10 @@ impl HoldTimes {
     pub(crate) fn estimate_waits(&self, batch: &Batch, outcomes: &mut Outcomes) {
         let now = outcomes.now();
         for (op, outcome) in batch.ops().iter().zip(outcomes.list_mut()) {
+            // A client beyond its share waits for its own calls.
+            if Concurrency::is_refused_cost(op.cost) {
+                continue;
+            }
             let estimate = self.limit(op.limit).map_or(u64::MAX, |limit| limit.estimate.load(Ordering::Relaxed));
             if outcome.admission.refuses() && estimate != u64::MAX && !outcome.retry_at.is_never() {
                 let freed_at = now + Span::from_micros(estimate);
@@ -168,7 +172,6 @@ impl LimitHoldTimes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tidegate_core::concurrency::Concurrency;
     use tidegate_core::{Key, Limit, Op, Verb};
 
     /// The estimate in milliseconds after permits were held for these many seconds each.

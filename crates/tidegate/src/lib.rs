@@ -62,7 +62,7 @@ mod stores;
 
 pub use decision_counts::{DecisionCount, DecisionOutcome};
 pub use explain::{BlockReport, Explanation, LimitReport, ResetReport};
-pub use gate::{BlockError, CheckError, DecidedCall, Gate, KeptPermit, NextPolicyError};
+pub use gate::{BlockError, CheckError, DecidedCall, Gate, KeptPermit, MAX_FINISHED_CALLS, NextPolicyError};
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};
 pub use limiter::{KeyedLimiter, Limiter, LimiterDecision, LimiterError};

@@ -47,15 +47,22 @@ impl<S: Store, C: Clock> PermitGuard<S, C> {
     /// [`Gate::check`] refuses its further calls under the limit.
     ///
     /// The permit is given back by the next check of this gate under a limit on calls in flight, or by [`Gate::maintain`].
-    pub fn keep(mut self) -> KeptPermit<S, C> {
+    ///
+    /// Returns `None` if there is no place for the permit: 4,096 are kept, and of one client as many as its share, from 64 to
+    /// 256. It is then given back after 30 s.
+    pub fn keep(mut self) -> Option<KeptPermit<S, C>> {
         self.is_kept = true;
         self.gate.keep_permit(mem::take(&mut self.own_keys), mem::take(&mut self.shared_keys), self.ip)
     }
 
     /// Counts the call as one that its caller has abandoned, although it goes on. As with [`keep`](Self::keep), such a client
     /// then has at most half of a limit that clients of other addresses share.
-    pub fn count_abandoned(&self) {
-        self.gate.count_abandoned_call(&self.own_keys, self.ip);
+    ///
+    /// Returns false if there is no place for the call, so that it shouldn't go on: there are
+    /// [1,024](crate::MAX_FINISHED_CALLS), within those of `keep`.
+    #[must_use = "a call without a place shouldn't go on"]
+    pub fn count_abandoned(&self) -> bool {
+        self.gate.count_abandoned_call(&self.own_keys, self.ip)
     }
 
     /// Gives the permit back for a call that caused no work. Its time doesn't count as that of a call.

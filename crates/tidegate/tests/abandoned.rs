@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use tidegate::clock::ManualClock;
 use tidegate::policy::{Policy, PolicySources, Query};
 use tidegate::store::Memory;
-use tidegate::{Decision, Gate, PermitGuard, PermitId, Span};
+use tidegate::{Decision, Gate, LimitReport, PermitGuard, PermitId, Reason, Span};
 
 type MemoryGate = Gate<Memory, ManualClock>;
 
@@ -150,13 +150,18 @@ fn calls_that_cant_be_counted_shorten_no_estimate() {
 fn explain_tells_a_clients_share_and_a_reset_ends_it() {
     let (gate, clock, _) = gate(FOUR);
     let abandoner = query("203.0.113.1");
-    let kept: Vec<_> = (0..2).map(|_| begin(&gate, "203.0.113.1").unwrap().keep()).collect();
+    let kept: Vec<_> = (0..2).map(|_| begin(&gate, "203.0.113.1").unwrap().keep().unwrap()).collect();
     let explained = || block_on(gate.explain(&abandoner)).unwrap().decision;
+    let limit = |ip| block_on(gate.explain(&query(ip))).unwrap().limits.remove(0);
     assert!(begin(&gate, "203.0.113.1").is_err());
-    assert_eq!((explained().allowed, explained().bound_by.as_deref()), (false, Some("report")));
+    assert_eq!((&*explained().reason, explained().bound_by.as_deref()), ("share", Some("report")));
+    let LimitReport { allowed, used, remaining, retry_after, share, .. } = limit("203.0.113.1");
+    assert_eq!((allowed, used, remaining, retry_after, share), (false, 2, 0, Some(30), Some(2)));
+    assert_eq!(limit("203.0.113.2").share, None);
     assert!(block_on(gate.explain(&query("203.0.113.2"))).unwrap().decision.allowed, "the rest is for others");
     block_on(gate.reset(&abandoner)).unwrap();
     assert!(explained().allowed);
+    assert_eq!(limit("203.0.113.1").share, None);
     assert!(begin(&gate, "203.0.113.1").is_ok());
     kept.into_iter().for_each(|permit| permit.end());
     clock.advance(Span::from_secs(400));
@@ -196,7 +201,7 @@ fn a_kept_permit_ends_with_the_work_that_is_observed() {
     call(&gate, &clock, 1_000);
     clock.advance(Span::from_secs(60));
     call(&gate, &clock, 1_000);
-    let observed = begin(&gate, "203.0.113.1").unwrap().keep();
+    let observed = begin(&gate, "203.0.113.1").unwrap().keep().unwrap();
     clock.advance(Span::from_millis(200));
     observed.end();
     assert_eq!((free(&gate), gate.kept_permits()), (4, 0), "before its likely end");
@@ -205,7 +210,7 @@ fn a_kept_permit_ends_with_the_work_that_is_observed() {
     assert_eq!((free(&gate), gate.kept_permits()), (3, 1), "it goes on");
     drop(observed);
     assert_eq!((free(&gate), gate.kept_permits()), (4, 0));
-    let observed = begin(&gate, "203.0.113.1").unwrap().keep();
+    let observed = begin(&gate, "203.0.113.1").unwrap().keep().unwrap();
     clock.advance(Span::from_millis(29_999));
     assert_eq!(free(&gate), 3);
     clock.advance(Span::from_millis(1));
@@ -248,13 +253,14 @@ fn a_client_that_abandons_calls_has_half_of_a_limit() {
 fn calls_that_are_finished_count_towards_the_share() {
     let (gate, ..) = gate(FOUR);
     let finished: Vec<_> = (0..4).map(|_| begin(&gate, "203.0.113.1").unwrap()).collect();
-    finished.iter().for_each(PermitGuard::count_abandoned);
+    assert!(finished.iter().all(PermitGuard::count_abandoned));
+    assert_eq!(gate.finishing_calls(), 4);
     drop(finished);
     assert_eq!(free_for(&gate, "203.0.113.1"), 2);
     let finished = begin(&gate, "203.0.113.1").unwrap();
-    finished.count_abandoned();
+    assert!(finished.count_abandoned());
     assert_eq!(free_for(&gate, "203.0.113.1"), 1, "while it goes on");
-    assert_eq!(gate.kept_permits(), 0);
+    assert_eq!((gate.kept_permits(), gate.finishing_calls()), (0, 1));
 }
 
 /// A client that always has a call under way isn't halved for longer than an idle one.
@@ -304,11 +310,128 @@ fn the_wait_beyond_a_share_is_that_of_the_next_end() {
     assert_eq!(wait(), Some(30), "no call has ended yet, so a lease is the usual time");
 }
 
+/// A client isn't held to fewer calls than its share of a large limit.
+#[test]
+fn the_bound_of_a_client_grows_with_its_share() {
+    let (gate, ..) = gate("[inbound.action.report]\nlimit = \"400 in flight\"\nkey = [\"action\"]\n");
+    let kept = (0..400).map_while(|_| begin(&gate, "203.0.113.1").ok()).filter_map(PermitGuard::keep);
+    assert_eq!(kept.map(drop).count(), 200);
+}
+
+/// A share also ends by a reset when no call of the client is counted.
+#[test]
+fn a_reset_ends_the_share_of_a_client_without_calls() {
+    let of_nobody = Query { ip: None, ..query("203.0.113.1") };
+    for reset in [query("203.0.113.1"), of_nobody] {
+        let (gate, ..) = gate(FOUR);
+        begin(&gate, "203.0.113.1").unwrap().keep().unwrap().end();
+        assert_eq!(free_for(&gate, "203.0.113.1"), 2);
+        block_on(gate.reset(&reset)).unwrap();
+        assert_eq!(free_for(&gate, "203.0.113.1"), 4);
+    }
+}
+
+/// A client beyond its share is refused as by a full limit.
+#[test]
+fn calls_beyond_a_share_count_as_refused() {
+    let global =
+        "[inbound.global]\nlimit = \"10 per 1h\"\ncount = \"all\"\npenalty = { base = \"2s\", cap = \"1h\" }\n";
+    let (gate, ..) = gate(&format!("{global}{FOUR}"));
+    let check = || gate.check_now(&query("203.0.113.1")).unwrap();
+    for _ in 0..2 {
+        drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    }
+    for _ in 0..8 {
+        let refused = check();
+        assert_eq!((refused.reason, refused.blocked), (Reason::Share, false));
+    }
+    assert_eq!(
+        [check(), check()].map(|refused| (refused.blocked, refused.begins_block)),
+        [(true, true), (true, false)]
+    );
+    assert_eq!(free(&gate), 2);
+}
+
+#[test]
+fn a_call_beyond_a_share_is_a_strike() {
+    let (gate, clock, _) = gate(&format!("{FOUR}penalty = {{ base = \"2s\", cap = \"1h\" }}\n"));
+    for _ in 0..2 {
+        drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    }
+    let refused = begin(&gate, "203.0.113.1").unwrap_err();
+    assert_eq!((refused.reason, refused.begins_block, refused.strikes), (Reason::Penalty, true, 1));
+    assert_eq!(refused.retry_after, Some(Span::from_secs(30)), "its calls end later than the block");
+    clock.advance(Span::from_secs(30));
+    assert!(begin(&gate, "203.0.113.1").is_ok());
+}
+
+/// Calls that a full limit in shadow lets pass have no permit that would end them.
+#[test]
+fn calls_beyond_a_shadow_limit_take_no_places() {
+    let shadow = "[inbound.action.page]\nlimit = \"1 in flight\"\nkey = [\"action\"]\nmode = \"shadow\"\n";
+    let (gate, ..) = gate(&format!("{FOUR}{shadow}"));
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    let page = Query { action: Some("page"), ..query("203.0.113.1") };
+    for _ in 0..5_000 {
+        assert!(gate.check_now(&page).unwrap().allowed);
+    }
+    assert!(begin(&gate, "203.0.113.2").unwrap().keep().is_some());
+}
+
+/// After the wait, so many calls have ended that the client has less than its share.
+#[test]
+fn the_wait_beyond_a_share_covers_all_calls_that_must_end() {
+    let (gate, clock, _) = gate(FOUR);
+    let begun: Vec<_> = (0..4).map(|_| begin(&gate, "203.0.113.1").unwrap()).collect();
+    for permit in begun {
+        drop(permit.keep());
+        clock.advance(Span::from_secs(5));
+    }
+    // They end 10, 15, 20 and 25 s from now, and the share is two.
+    let refused = begin(&gate, "203.0.113.1").unwrap_err();
+    assert_eq!(refused.retry_after, Some(Span::from_secs(20)));
+    clock.advance(Span::from_secs(20));
+    assert!(begin(&gate, "203.0.113.1").is_ok());
+}
+
+/// The calls of a further client are counted instead of those of the one whose time ends first.
+#[test]
+fn counted_clients_are_bounded() {
+    let (gate, clock, _) = gate("[inbound.action.report]\nlimit = \"4000 in flight\"\nkey = [\"action\"]\n");
+    let address = |client: usize| format!("10.0.{}.{}", client / 250, client % 250);
+    let is_counted = |client| block_on(gate.explain(&query(&address(client)))).unwrap().limits[0].share.is_some();
+    for client in 0..1024 {
+        begin(&gate, &address(client)).unwrap().keep().unwrap().end();
+        clock.advance(Span::from_millis(1));
+    }
+    let _kept = begin(&gate, &address(0)).unwrap().keep();
+    let _further = begin(&gate, &address(2000)).unwrap().keep();
+    assert_eq!([0, 1, 2, 1023, 2000].map(is_counted), [true, false, true, true, true]);
+}
+
+/// One client takes a part of the places for calls that are kept or finished.
+#[test]
+fn abandoned_calls_without_a_place_are_not_observed() {
+    let (gate, ..) = gate(&FOUR.replace("action\"]", "key\"]"));
+    let begun = (0..66).map(|key| {
+        let key = key.to_string();
+        let query = Query { key: Some(&key), ..query("203.0.113.1") };
+        let decision = gate.check_now(&query).unwrap();
+        gate.hold_permit(&query, &decision).unwrap().unwrap()
+    });
+    let mut begun = begun.collect::<Vec<_>>().into_iter();
+    let finished: Vec<_> = begun.by_ref().take(32).filter(PermitGuard::count_abandoned).collect();
+    let kept = begun.by_ref().take(32).filter_map(PermitGuard::keep).map(drop).count();
+    assert_eq!((finished.len(), kept), (32, 32));
+    let [finished, kept] = begun.collect::<Vec<_>>().try_into().unwrap();
+    assert!(!finished.count_abandoned() && kept.keep().is_none());
+}
+
 /// A reset also ends the bound on all abandoned calls of a client.
 #[test]
 fn a_reset_ends_the_bound_of_a_client() {
-    let (gate, ..) = gate("[inbound.action.report]\nlimit = \"200 in flight\"\nkey = [\"action\"]\n");
-    let begun: Vec<_> = (0..64).map(|_| begin(&gate, "203.0.113.1").unwrap()).collect();
+    let (gate, ..) = gate("[inbound.action.report]\nlimit = \"4000 in flight\"\nkey = [\"action\"]\n");
+    let begun: Vec<_> = (0..256).map(|_| begin(&gate, "203.0.113.1").unwrap()).collect();
     begun.into_iter().for_each(|permit| drop(permit.keep()));
     assert!(begin(&gate, "203.0.113.1").is_err());
     block_on(gate.reset(&query("203.0.113.1"))).unwrap();

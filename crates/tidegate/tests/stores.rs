@@ -117,7 +117,7 @@ async fn kept_permits_are_shared_between_nodes_and_returned() {
     // Without the process that keeps it, a permit ends with its lease, which was renewed when the client went away.
     let begun = two.check(&ask("slots", "k")).await.unwrap();
     sleep(Duration::from_secs(20)).await;
-    let kept = two.hold_permit(&ask("slots", "k"), &begun).unwrap().unwrap().keep();
+    let kept = two.hold_permit(&ask("slots", "k"), &begun).unwrap().unwrap().keep().unwrap();
     sleep(Duration::from_secs(29)).await;
     assert!(!one.check(&ask("slots", "k")).await.unwrap().allowed);
     sleep(Duration::from_secs(2)).await;

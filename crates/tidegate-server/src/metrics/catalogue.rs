@@ -87,6 +87,10 @@ metrics! {
     DECISION_TIME: Histogram "decision_duration" [] "The time of a decision, including the wait for the store";
     KEPT_PERMITS: Gauge "kept_permits" []
         "Permits of calls in flight whose clients went away, kept until the work is likely over";
+    OBSERVED_CALLS: Gauge "observed_calls" []
+        "Those of them whose connection to the upstream is observed until the work is over";
+    FINISHING_CALLS: Gauge "finishing_calls" []
+        "Calls in flight whose clients went away, and which are finished without them, by on_disconnect = finish";
 
     STORE_UP: Gauge "store_up" [] "1 if the store answers, 0 while decisions are made without it";
     #[seconds]

@@ -108,6 +108,8 @@ impl ServerSnapshot {
         page.counters(&DROPPED_LOG_LINES, [([], self.dropped_log_lines)])?;
         page.histograms(&DECISION_TIME, [([], &self.decision_times)])?;
         page.gauges(&KEPT_PERMITS, [([], self.kept_permits as f64)])?;
+        page.gauges(&OBSERVED_CALLS, [([], self.observed_calls as f64)])?;
+        page.gauges(&FINISHING_CALLS, [([], self.finishing_calls as f64)])?;
         page.gauges(&STORE_UP, [([], if self.lost_store.is_none() { 1.0 } else { 0.0 })])?;
         page.histograms(&STORE_TIME, [([], &self.store_times)])?;
         let store_errors = ["none", "without_store"].into_iter().zip(self.store_errors);

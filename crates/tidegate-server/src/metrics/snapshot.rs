@@ -34,6 +34,10 @@ pub(crate) struct ServerSnapshot {
     pub(crate) store_times: DurationHistogram,
     /// The permits that are kept for calls whose clients went away.
     pub(crate) kept_permits: usize,
+    /// The connections that are observed for them.
+    pub(crate) observed_calls: usize,
+    /// The calls that are finished without their clients.
+    pub(crate) finishing_calls: usize,
     /// Failed reloads of the policy, and those that succeeded.
     pub(crate) reloads: [u64; 2],
     pub(crate) is_last_reload_ok: bool,

@@ -13,6 +13,7 @@ use std::time::Duration;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use tidegate_core::Concurrency;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
@@ -22,11 +23,16 @@ use crate::descriptors::place_without_client;
 use crate::permit_renewer::{AbandonedWork, RequestPermit};
 
 /// The longest time for which a connection is observed after its request was abandoned: that for which a permit is kept.
-const MAX_OBSERVED_TIME: Duration = Duration::from_secs(30);
+const MAX_OBSERVED_TIME: Duration = Concurrency::DEFAULT_LEASE.as_duration();
 /// The maximum number of connections that are observed. Further ones are closed.
 pub(crate) const MAX_OBSERVED: usize = 512;
 
 static OBSERVATIONS: Semaphore = Semaphore::const_new(MAX_OBSERVED);
+
+/// The number of connections that are observed.
+pub(crate) fn observed_calls() -> usize {
+    MAX_OBSERVED - OBSERVATIONS.available_permits()
+}
 
 /// The upstream's work on one request with a permit.
 #[derive(Default)]
@@ -68,6 +74,14 @@ impl UpstreamWork {
         self.0.lock().stage = WorkStage::Answered;
     }
 
+    /// Notes that a reply which has begun isn't read to its end. The time until then is not that of a call.
+    pub(crate) fn break_off_reply(&self) {
+        let stage = &mut self.0.lock().stage;
+        if matches!(stage, WorkStage::Answered) {
+            *stage = WorkStage::None;
+        }
+    }
+
     /// Notes that the upstream doesn't work on the request.
     pub(crate) fn cancel(&self) {
         self.0.lock().stage = WorkStage::None;
@@ -79,7 +93,7 @@ impl UpstreamWork {
         match stage {
             WorkStage::None => permit.cancel(),
             WorkStage::Answered => drop(permit),
-            WorkStage::Observed => *stage = WorkStage::Abandoned(permit.keep()),
+            WorkStage::Observed => *stage = permit.keep().map_or(WorkStage::Sent, WorkStage::Abandoned),
             WorkStage::Sent | WorkStage::Abandoned(_) => drop(permit.keep()),
         }
     }
@@ -194,7 +208,48 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Write for ObservedStrea
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
+
+    /// A permit for which there is no place among those that are kept.
+    struct UnkeptPermit(Arc<AtomicBool>);
+
+    impl RequestPermit for UnkeptPermit {
+        fn renew(&self) {}
+        fn keep(self: Box<Self>) -> Option<Box<dyn AbandonedWork>> {
+            None
+        }
+        fn cancel(self: Box<Self>) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+        fn count_abandoned(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn work_without_a_kept_permit_is_not_observed() {
+        let work = UpstreamWork::default();
+        let attempt = work.begin(true);
+        work.end_request(Box::new(UnkeptPermit(Arc::default())));
+        assert!(!work.is_observed(attempt));
+    }
+
+    /// The time of a reply that was broken off is not that of a call.
+    #[test]
+    fn a_reply_that_is_broken_off_is_not_measured() {
+        for is_broken_off in [false, true] {
+            let (work, cancelled) = (UpstreamWork::default(), Arc::<AtomicBool>::default());
+            work.begin(true);
+            work.answer();
+            if is_broken_off {
+                work.break_off_reply();
+            }
+            work.end_request(Box::new(UnkeptPermit(Arc::clone(&cancelled))));
+            assert_eq!(cancelled.load(Ordering::Relaxed), is_broken_off);
+        }
+    }
 
     #[tokio::test]
     async fn an_ended_connection_ends_only_its_own_observation() {

@@ -95,7 +95,7 @@ mod tests {
             "strikes": 0, "shadow": false,
         });
         let limit: LimitReport = serde_json::from_value(limit).expect("a limit");
-        assert_describes("Limit", &LimitReport { next_block: Some(1), ..limit.clone() }, &limit);
+        assert_describes("Limit", &LimitReport { next_block: Some(1), share: Some(1), ..limit.clone() }, &limit);
         let emptiest = Explanation { action: None, also: Vec::new(), decision: emptiest, limits: Vec::new() };
         assert_describes("Explanation", &Explanation { also: vec!["b".to_owned()], ..emptiest.clone() }, &emptiest);
         let (limits, skipped) = (vec![limit], vec!["b".to_owned()]);
@@ -105,10 +105,10 @@ mod tests {
 
     #[test]
     fn the_document_has_every_reason() {
-        use Reason::{AllowList, DenyList, Limit, Ok, Parole, Penalty, Reservation, Reserved, Unlimited};
+        use Reason::{AllowList, DenyList, Limit, Ok, Parole, Penalty, Reservation, Reserved, Share, Unlimited};
         let document = document();
-        let reasons =
-            [Ok, Unlimited, Parole, Reservation, AllowList, DenyList, Limit, Reserved, Penalty].map(Reason::as_str);
+        let reasons = [Ok, Unlimited, Parole, Reservation, AllowList, DenyList, Limit, Share, Reserved, Penalty]
+            .map(Reason::as_str);
         let listed = &document["components"]["schemas"]["Decision"]["properties"]["reason"]["enum"];
         assert_eq!(texts(listed), BTreeSet::from(reasons));
     }

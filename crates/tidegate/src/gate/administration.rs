@@ -162,7 +162,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         report.limits.extend(found.into_iter().filter(|limit| limit.used > 0 || limit.blocked || limit.strikes > 0));
         if !own.ops().is_empty() {
             self.apply(own).await?;
-            self.forget_shares(own);
+            self.forget_shares(own, query.ip);
             report.keys.extend(own.ops().iter().map(|op| (op.limit, op.key)));
         }
         // The other limits may count by more than was given.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use tidegate_core::concurrency::Concurrency;
-use tidegate_core::{Batch, Clock, Decision, Key, LimitId, LimitKind, Reason, Span, Time, Verb};
+use tidegate_core::{Batch, Clock, Key, LimitId, LimitKind, Span, Time, Verb};
 use tidegate_policy::{UNIX_PEER, canonical_ip};
 use tidegate_store::Store;
 
@@ -19,13 +19,16 @@ use super::{Gate, GateInner};
 
 /// The longest time for which a permit is kept after its call was abandoned: one lease, because it is renewed once.
 const MAX_KEPT_TIME: Span = Concurrency::DEFAULT_LEASE;
-/// The maximum number of calls that are kept or counted. The permits of further ones end with their lease.
+/// The maximum number of calls that are kept, finished or counted. The permits of further ones end with their lease.
 const MAX_CALLS: usize = 4096;
-/// The maximum number of clients whose calls are counted. Further ones have no share.
+/// The maximum number of calls that are finished without their clients
+/// ([`PermitGuard::count_abandoned`](crate::PermitGuard::count_abandoned)).
+pub const MAX_FINISHED_CALLS: usize = 1024;
+/// The maximum number of clients whose calls are counted.
 const MAX_CLIENTS: usize = 1024;
-/// The maximum number of one client's abandoned calls that are kept, under all limits and keys. With so many, its calls are
-/// refused: it could otherwise take all places by calls with keys that it invents.
-const MAX_CALLS_OF_CLIENT: usize = 64;
+/// The least and the largest bound on one client's abandoned calls that are kept or finished, under all limits and keys. At
+/// the bound its calls are refused: it could otherwise take all places by calls with keys that it invents.
+const MAX_CALLS_OF_CLIENT: (usize, usize) = (64, MAX_CALLS / 16);
 /// The time for which the calls of a client are counted after it has abandoned one. Ten times the longest for which a permit
 /// is kept: calls that a client begins before it abandons the first one are not counted, and it may repeat that.
 const COUNTED_TIME: Span = MAX_KEPT_TIME.times(10);
@@ -45,6 +48,10 @@ pub(super) struct KeptPermits {
 #[derive(Debug, Default)]
 struct Calls {
     by_holder: HashMap<u64, CountedCall>,
+    /// The number of calls whose permits are kept.
+    kept: usize,
+    /// The number of calls that are finished without their clients.
+    finishing: usize,
     /// By its address or network, each client that has abandoned a call, under whatever limit and key: so it can't be
     /// forgotten for calls with other keys.
     clients: HashMap<IpAddr, Client>,
@@ -57,8 +64,10 @@ struct Calls {
 #[derive(Debug, Default)]
 struct Client {
     counted_until: Time,
-    /// The number of its calls whose permits are kept.
-    kept: usize,
+    /// The number of its abandoned calls that are kept or finished.
+    abandoned: usize,
+    /// Those under which it has abandoned the last call.
+    last_shares: Vec<ShareKey>,
 }
 
 /// A client under a limit.
@@ -72,7 +81,7 @@ struct ShareKey {
 #[derive(Debug, Default)]
 struct Share {
     calls: u64,
-    /// The likely end of the first of them; zero after a change.
+    /// The likely time at which the client may call again; zero after a change.
     retry_at: Time,
 }
 
@@ -80,37 +89,41 @@ struct Share {
 #[derive(Debug)]
 struct CountedCall {
     shares: Vec<ShareKey>,
-    /// The client in whose number of kept calls it is.
-    kept_of: Option<IpAddr>,
+    /// The client in whose number of abandoned calls it is.
+    abandoner: Option<IpAddr>,
     /// The end of its permit, unless it is renewed.
     ends_at: Time,
-    abandoned: Option<AbandonedCall>,
+    stage: CallStage,
 }
 
 #[derive(Debug)]
-struct AbandonedCall {
-    started_at: Option<Time>,
-    /// The batches that give the permit back.
-    releases: Vec<Batch>,
-    likely_end: Time,
-    /// True while its work is observed to go on.
-    is_observed: bool,
+enum CallStage {
+    Running,
+    /// Its client has gone away, and it goes on.
+    Finishing,
+    Kept {
+        /// The batches that give the permit back.
+        releases: Vec<Batch>,
+        likely_end: Time,
+        /// True while its work is observed to go on.
+        is_observed: bool,
+    },
 }
 
 impl CountedCall {
     /// The time at which nothing of it counts.
     fn end(&self) -> Time {
-        match &self.abandoned {
-            Some(call) if !call.is_observed => call.likely_end,
+        match self.stage {
+            CallStage::Kept { likely_end, is_observed: false, .. } => likely_end,
             _ => self.ends_at,
         }
     }
 
     fn likely_end(&self, now: Time, usual_time: Span) -> Time {
-        match &self.abandoned {
-            Some(call) if call.likely_end > now => call.likely_end,
-            Some(_) => self.ends_at,
-            None => now + usual_time,
+        match self.stage {
+            CallStage::Kept { likely_end, .. } if likely_end > now => likely_end,
+            CallStage::Kept { .. } => self.ends_at,
+            CallStage::Running | CallStage::Finishing => now + usual_time,
         }
     }
 }
@@ -121,11 +134,6 @@ impl KeptPermits {
         self.is_active.load(Ordering::Relaxed)
     }
 
-    fn kept(&self) -> usize {
-        let is_kept = |call: &&CountedCall| call.abandoned.is_some();
-        if self.is_active() { self.calls.lock().by_holder.values().filter(is_kept).count() } else { 0 }
-    }
-
     /// Takes the batches that give back the permits of the calls that are likely over.
     fn take_ended(&self, calls: &mut Calls, now: Time) -> Vec<Batch> {
         if now < calls.next_sweep {
@@ -133,14 +141,41 @@ impl KeptPermits {
         }
         let ended: Vec<u64> =
             calls.by_holder.iter().filter(|(_, call)| call.end() <= now).map(|(holder, _)| *holder).collect();
-        let releases = ended.into_iter().filter_map(|holder| calls.remove(holder)).flat_map(|call| call.releases);
-        let releases = releases.collect();
-        calls.clients.retain(|_, client| client.kept > 0 || client.counted_until > now);
+        let releases = ended.into_iter().flat_map(|holder| calls.remove(holder)).collect();
+        calls.clients.retain(|_, client| client.abandoned > 0 || client.counted_until > now);
         let ends = calls.by_holder.values().map(CountedCall::end);
         let next = ends.chain(calls.clients.values().map(|client| client.counted_until).filter(|at| *at > now)).min();
         calls.next_sweep = next.unwrap_or(Time::NEVER);
         self.is_active.store(!(calls.by_holder.is_empty() && calls.clients.is_empty()), Ordering::Relaxed);
         releases
+    }
+
+    /// Inserts an abandoned call, and counts the further calls of its client. Returns false if there is no place for it.
+    fn insert_abandoned(
+        &self,
+        calls: &mut Calls,
+        holder: u64,
+        mut call: CountedCall,
+        max_of_client: usize,
+        now: Time,
+    ) -> bool {
+        calls.remove(holder);
+        let of_client =
+            call.abandoner.and_then(|client| calls.clients.get(&client)).map_or(0, |client| client.abandoned);
+        let is_finished = matches!(call.stage, CallStage::Finishing);
+        if calls.by_holder.len() >= MAX_CALLS
+            || of_client >= max_of_client
+            || is_finished && calls.finishing >= MAX_FINISHED_CALLS
+        {
+            return false;
+        }
+        call.abandoner = call.abandoner.filter(|client| calls.count_client(*client, &call.shares, now));
+        if call.abandoner.is_none() {
+            call.shares.clear();
+        }
+        calls.insert(holder, call);
+        self.is_active.store(true, Ordering::Relaxed);
+        true
     }
 }
 
@@ -150,16 +185,17 @@ impl Calls {
         self.clients.get(&client).is_some_and(|client| client.counted_until > now)
     }
 
-    /// Counts the calls of a client from now on. Returns false if there is no room.
-    fn count_client(&mut self, client: IpAddr, now: Time) -> bool {
+    /// Counts the calls of a client from now on. If there is no room, the client whose calls would be counted for the
+    /// shortest time is forgotten, unless it has abandoned calls. Returns false if all have some.
+    fn count_client(&mut self, client: IpAddr, shares: &[ShareKey], now: Time) -> bool {
         if self.clients.len() >= MAX_CLIENTS && !self.clients.contains_key(&client) {
-            self.clients.retain(|_, client| client.kept > 0);
+            let others = self.clients.iter().filter(|(_, other)| other.abandoned == 0);
+            let Some((first, _)) = others.min_by_key(|(_, other)| other.counted_until) else { return false };
+            self.clients.remove(&{ *first });
         }
-        let has_room = self.clients.len() < MAX_CLIENTS || self.clients.contains_key(&client);
-        if has_room {
-            self.clients.entry(client).or_default().counted_until = now + COUNTED_TIME;
-        }
-        has_room
+        let client = self.clients.entry(client).or_default();
+        (client.counted_until, client.last_shares) = (now + COUNTED_TIME, shares.to_vec());
+        true
     }
 
     fn insert(&mut self, holder: u64, call: CountedCall) {
@@ -167,15 +203,19 @@ impl Calls {
             let share = self.shares.entry(*key).or_default();
             (share.calls, share.retry_at) = (share.calls + 1, Time::ZERO);
         }
-        if let Some(client) = call.kept_of.and_then(|client| self.clients.get_mut(&client)) {
-            client.kept += 1;
+        if let Some(client) = call.abandoner.and_then(|client| self.clients.get_mut(&client)) {
+            client.abandoned += 1;
+        }
+        if let Some(number) = self.number_of(&call.stage) {
+            *number += 1;
         }
         self.next_sweep = self.next_sweep.min(call.end());
         self.by_holder.insert(holder, call);
     }
 
-    fn remove(&mut self, holder: u64) -> Option<AbandonedCall> {
-        let call = self.by_holder.remove(&holder)?;
+    /// Returns the batches that give its permit back, if that is kept.
+    fn remove(&mut self, holder: u64) -> Vec<Batch> {
+        let Some(call) = self.by_holder.remove(&holder) else { return Vec::new() };
         for key in &call.shares {
             if let Entry::Occupied(mut share) = self.shares.entry(*key) {
                 let Share { calls, retry_at } = share.get_mut();
@@ -185,20 +225,37 @@ impl Calls {
                 }
             }
         }
-        if let Some(client) = call.kept_of.and_then(|client| self.clients.get_mut(&client)) {
-            client.kept -= 1;
+        if let Some(client) = call.abandoner.and_then(|client| self.clients.get_mut(&client)) {
+            client.abandoned -= 1;
         }
-        call.abandoned
+        if let Some(number) = self.number_of(&call.stage) {
+            *number -= 1;
+        }
+        match call.stage {
+            CallStage::Kept { releases, .. } => releases,
+            CallStage::Running | CallStage::Finishing => Vec::new(),
+        }
     }
 
-    /// The likely end of the first call of a share. A call under way is expected to take as long as others.
-    fn retry_at(&mut self, key: &ShareKey, now: Time, usual_time: Span) -> Time {
-        let Some(share) = self.shares.get_mut(key) else { return now };
-        if share.retry_at <= now {
-            let calls = self.by_holder.values().filter(|call| call.shares.contains(key));
-            share.retry_at = calls.map(|call| call.likely_end(now, usual_time)).min().unwrap_or(now);
+    fn number_of(&mut self, stage: &CallStage) -> Option<&mut usize> {
+        match stage {
+            CallStage::Running => None,
+            CallStage::Finishing => Some(&mut self.finishing),
+            CallStage::Kept { .. } => Some(&mut self.kept),
         }
-        share.retry_at
+    }
+
+    /// The likely time at which the client may call again, when so many of its calls have ended that it has less than its
+    /// share. `None` if it has less. A call under way is expected to take as long as others.
+    fn retry_at(&mut self, key: &ShareKey, share: u64, now: Time, usual_time: Span) -> Option<Time> {
+        let found = self.shares.get_mut(key).filter(|found| found.calls >= share)?;
+        if found.retry_at <= now {
+            let calls = self.by_holder.values().filter(|call| call.shares.contains(key));
+            let mut ends: Vec<Time> = calls.map(|call| call.likely_end(now, usual_time)).collect();
+            ends.sort_unstable();
+            found.retry_at = usize::try_from(found.calls - share).ok().and_then(|last| ends.get(last).copied())?;
+        }
+        Some(found.retry_at)
     }
 }
 
@@ -214,12 +271,8 @@ pub struct KeptPermit<S: Store, C: Clock> {
 impl<S: Store, C: Clock> KeptPermit<S, C> {
     /// Gives the permit back, because the work is over.
     pub fn end(self) {
-        let Some(call) = self.gate.0.kept_permits.calls.lock().remove(self.holder) else { return };
-        let now = self.gate.0.clock.now();
-        if let (Some(started_at), Some(batch)) = (call.started_at, call.releases.first()) {
-            self.gate.0.hold_times.record(batch, started_at, now);
-        }
-        call.releases.iter().for_each(|batch| self.gate.0.store.submit(batch, now));
+        let releases = self.gate.0.kept_permits.calls.lock().remove(self.holder);
+        releases.iter().for_each(|batch| self.gate.submit(batch));
     }
 }
 
@@ -227,10 +280,10 @@ impl<S: Store, C: Clock> Drop for KeptPermit<S, C> {
     fn drop(&mut self) {
         let calls = &mut *self.gate.0.kept_permits.calls.lock();
         if let Some(call) = calls.by_holder.get_mut(&self.holder)
-            && let Some(abandoned) = &mut call.abandoned
+            && let CallStage::Kept { likely_end, is_observed, .. } = &mut call.stage
         {
-            abandoned.is_observed = false;
-            calls.next_sweep = calls.next_sweep.min(abandoned.likely_end);
+            *is_observed = false;
+            calls.next_sweep = calls.next_sweep.min(*likely_end);
         }
     }
 }
@@ -238,7 +291,13 @@ impl<S: Store, C: Clock> Drop for KeptPermit<S, C> {
 impl<S: Store, C: Clock> Gate<S, C> {
     /// The number of permits that are kept for calls that were abandoned ([`PermitGuard::keep`](crate::PermitGuard::keep)).
     pub fn kept_permits(&self) -> usize {
-        self.0.kept_permits.kept()
+        self.0.kept_permits.calls.lock().kept
+    }
+
+    /// The number of calls that go on without their callers
+    /// ([`PermitGuard::count_abandoned`](crate::PermitGuard::count_abandoned)).
+    pub fn finishing_calls(&self) -> usize {
+        self.0.kept_permits.calls.lock().finishing
     }
 
     /// Gives back the permits of the abandoned calls that are likely over.
@@ -251,54 +310,64 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// Gives back the permits of the abandoned calls that are likely over, and counts this call if its client abandons
-    /// calls. Returns the refusal if the client has its share of a limit.
+    /// calls. Limits of which the client has its share are made to refuse the call.
     #[cold]
-    pub(super) fn count_abandoning_client(&self, batch: &Batch, ip: Option<IpAddr>) -> Option<Decision> {
+    pub(super) fn count_abandoning_client(&self, batch: &mut Batch, ip: Option<IpAddr>) {
         if !self.has_permits(batch) {
-            return None;
+            return;
         }
         let GateInner { kept_permits, hold_times, store, clock, .. } = &*self.0;
         let (client, now) = (self.client(ip), clock.now());
         let mut calls = kept_permits.calls.lock();
         let ended = kept_permits.take_ended(&mut calls, now);
-        let mut beyond_share = None;
         if let Some(client) = client.filter(|client| calls.counts(*client, now)) {
             let shares = self.share_keys(batch, client);
-            if calls.clients.get(&client).is_some_and(|client| client.kept >= MAX_CALLS_OF_CLIENT) {
-                beyond_share = shares.first().map(|key| (*key, now + MAX_KEPT_TIME));
-            } else {
-                let is_beyond =
-                    |key: &&ShareKey| calls.shares.get(key).is_some_and(|share| share.calls >= self.share(key.limit));
-                if let Some(key) = shares.iter().find(is_beyond) {
-                    beyond_share = Some((*key, calls.retry_at(key, now, hold_times.usual(key.limit))));
+            let abandoned = calls.clients.get(&client).map_or(0, |client| client.abandoned);
+            let is_full = abandoned >= MAX_CALLS_OF_CLIENT.0 && abandoned >= self.max_calls_of_client();
+            let mut is_counted = !shares.is_empty() && calls.by_holder.len() < MAX_CALLS;
+            for op in batch.ops_mut() {
+                is_counted &= op.verb == Verb::Take;
+                let Some(key) = shares.iter().find(|key| (key.limit, key.key) == (op.limit, op.key)) else { continue };
+                let retry_at = match is_full {
+                    true => Some(now + MAX_KEPT_TIME),
+                    false => calls.retry_at(key, self.share(op.limit), now, hold_times.usual(op.limit)),
+                };
+                if let Some(retry_at) = retry_at {
+                    op.cost = Concurrency::refused_cost(retry_at.since(now).max(MIN_WAIT));
+                    is_counted = false;
                 }
             }
-            let takes = batch.ops().first().is_some_and(|op| op.verb == Verb::Take);
-            if takes && beyond_share.is_none() && calls.by_holder.len() < MAX_CALLS {
+            if is_counted {
                 let ends_at = now + Concurrency::DEFAULT_LEASE;
-                calls.insert(batch.holder(), CountedCall { shares, kept_of: None, ends_at, abandoned: None });
+                let call = CountedCall { shares, abandoner: None, ends_at, stage: CallStage::Running };
+                calls.insert(batch.holder(), call);
             }
         }
         drop(calls);
         ended.iter().for_each(|batch| store.submit(batch, now));
-        let (key, retry_at) = beyond_share?;
-        let wait = retry_at.since(now).max(MIN_WAIT);
-        Some(Decision {
-            limit: self.permits(key.limit),
-            remaining: Some(0),
-            reset_after: wait,
-            retry_after: Some(wait),
-            bound_by: Some(key.limit),
-            key: key.key,
-            affinity: batch.context().affinity,
-            ..Decision::without_limit(false, Reason::Limit, now)
-        })
     }
 
-    /// Forgets what clients have of these limits, because their keys were reset.
-    pub(super) fn forget_shares(&self, reset: &Batch) {
+    /// The number of permits that a client may have, if that is less than a limit's because it has abandoned calls.
+    pub(super) fn reduced_share(&self, limit: LimitId, ip: Option<IpAddr>) -> Option<u64> {
+        let GateInner { kept_permits, plan, clock, .. } = &*self.0;
+        let (share, client) = (self.share(limit), self.client(ip)?);
+        let is_reduced = share < self.permits(limit)? && !plan.is_shadow(limit);
+        (is_reduced && kept_permits.calls.lock().counts(client, clock.now())).then_some(share)
+    }
+
+    /// Ends the shares that clients have of these limits, and that of this caller, because keys were reset.
+    pub(super) fn forget_shares(&self, reset: &Batch, ip: Option<IpAddr>) {
+        if !self.has_permits(reset) {
+            return;
+        }
         let is_reset = |key: &ShareKey| reset.ops().iter().any(|op| (op.limit, op.key) == (key.limit, key.key));
+        let caller = self.client(ip);
         let Calls { by_holder, clients, shares, .. } = &mut *self.0.kept_permits.calls.lock();
+        for (address, client) in &mut *clients {
+            if caller == Some(*address) || client.last_shares.iter().any(is_reset) {
+                client.counted_until = Time::ZERO;
+            }
+        }
         for key in shares.keys().filter(|key| is_reset(key)) {
             if let Some(client) = clients.get_mut(&key.client) {
                 client.counted_until = Time::ZERO;
@@ -307,8 +376,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         shares.retain(|key, _| !is_reset(key));
         for call in by_holder.values_mut().filter(|call| call.shares.iter().any(is_reset)) {
             call.shares.retain(|key| !is_reset(key));
-            if let Some(client) = call.kept_of.take().and_then(|client| clients.get_mut(&client)) {
-                client.kept -= 1;
+            if let Some(client) = call.abandoner.take().and_then(|client| clients.get_mut(&client)) {
+                client.abandoned -= 1;
             }
         }
     }
@@ -331,49 +400,42 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// Counts a call that goes on without its caller, and the further calls of its client.
-    pub(crate) fn count_abandoned_call(&self, batch: &Batch, ip: Option<IpAddr>) {
+    /// Counts a call that goes on without its caller, and the further calls of its client. Returns false if there is no
+    /// place for it.
+    pub(crate) fn count_abandoned_call(&self, batch: &Batch, ip: Option<IpAddr>) -> bool {
         let GateInner { kept_permits, clock, .. } = &*self.0;
-        let (Some(client), now) = (self.client(ip), clock.now()) else { return };
-        let calls = &mut *kept_permits.calls.lock();
-        calls.remove(batch.holder());
-        if calls.by_holder.len() < MAX_CALLS && calls.count_client(client, now) {
-            kept_permits.is_active.store(true, Ordering::Relaxed);
-            let (shares, ends_at) = (self.share_keys(batch, client), now + Concurrency::DEFAULT_LEASE);
-            calls.insert(batch.holder(), CountedCall { shares, kept_of: None, ends_at, abandoned: None });
-        }
+        let (abandoner, now) = (self.client(ip), clock.now());
+        let shares = abandoner.map_or_else(Vec::new, |client| self.share_keys(batch, client));
+        let ends_at = now + Concurrency::DEFAULT_LEASE;
+        let call = CountedCall { shares, abandoner, ends_at, stage: CallStage::Finishing };
+        let (max_of_client, calls) = (self.max_calls_of_client(), &mut kept_permits.calls.lock());
+        kept_permits.insert_abandoned(calls, batch.holder(), call, max_of_client, now)
     }
 
-    /// Keeps the permit of an abandoned call. These batches renew it under its own and under shared keys.
-    pub(crate) fn keep_permit(&self, own: Batch, shared: Vec<Batch>, ip: Option<IpAddr>) -> KeptPermit<S, C> {
+    /// Keeps the permit of an abandoned call. These batches renew it under its own and under shared keys. Returns `None` if
+    /// there is no place for it: it ends with its lease.
+    pub(crate) fn keep_permit(&self, own: Batch, shared: Vec<Batch>, ip: Option<IpAddr>) -> Option<KeptPermit<S, C>> {
         let GateInner { kept_permits, hold_times, clock, store, .. } = &*self.0;
-        let (holder, client, now) = (own.holder(), self.client(ip), clock.now());
-        let shares = client.map_or_else(Vec::new, |client| self.share_keys(&own, client));
-        let started_at = hold_times.take_start(holder);
-        let longest = hold_times.longest(&own);
+        let (holder, abandoner, now) = (own.holder(), self.client(ip), clock.now());
+        let shares = abandoner.map_or_else(Vec::new, |client| self.share_keys(&own, client));
         let ends_at = now + MAX_KEPT_TIME;
+        let begun_at = hold_times.take_start(holder).unwrap_or(now);
+        let mut likely_end = (begun_at + hold_times.longest(&own)).min(ends_at);
         let mut releases = vec![own];
         releases.extend(shared);
         for batch in &mut releases {
             store.submit(batch, now);
             batch.ops_mut().iter_mut().for_each(|op| op.verb = Verb::Release);
         }
-        let calls = &mut *kept_permits.calls.lock();
+        let (max_of_client, calls) = (self.max_calls_of_client(), &mut kept_permits.calls.lock());
         // A client that abandons several calls may choose those that take longest.
-        let likely_end = match client.is_some_and(|client| calls.counts(client, now)) {
-            true => ends_at,
-            false => (started_at.unwrap_or(now) + longest).min(ends_at),
-        };
-        calls.remove(holder);
-        let kept = client.and_then(|client| calls.clients.get(&client)).map_or(0, |client| client.kept);
-        if calls.by_holder.len() < MAX_CALLS && kept < MAX_CALLS_OF_CLIENT {
-            kept_permits.is_active.store(true, Ordering::Relaxed);
-            let kept_of = client.filter(|client| calls.count_client(*client, now));
-            let shares = if kept_of.is_some() { shares } else { Vec::new() };
-            let abandoned = Some(AbandonedCall { started_at, releases, likely_end, is_observed: true });
-            calls.insert(holder, CountedCall { shares, kept_of, ends_at, abandoned });
+        if abandoner.is_some_and(|client| calls.counts(client, now)) {
+            likely_end = ends_at;
         }
-        KeptPermit { gate: self.clone(), holder }
+        let stage = CallStage::Kept { releases, likely_end, is_observed: true };
+        let call = CountedCall { shares, abandoner, ends_at, stage };
+        let is_kept = kept_permits.insert_abandoned(calls, holder, call, max_of_client, now);
+        is_kept.then(|| KeptPermit { gate: self.clone(), holder })
     }
 
     /// The client of a call. Servers on this machine that don't tell their clients aren't one.
@@ -405,5 +467,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
     fn share(&self, limit: LimitId) -> u64 {
         let permits = self.permits(limit).unwrap_or(0);
         if self.0.plan.counts_by_address(limit) { permits } else { (permits / SHARES).max(1) }
+    }
+
+    /// The maximum number of one client's abandoned calls that are kept or finished: as many as the largest share.
+    fn max_calls_of_client(&self) -> usize {
+        let largest = self.0.hold_times.limits().map(|limit| self.share(limit)).max().unwrap_or(0);
+        usize::try_from(largest).unwrap_or(usize::MAX).clamp(MAX_CALLS_OF_CLIENT.0, MAX_CALLS_OF_CLIENT.1)
     }
 }

@@ -26,8 +26,8 @@ pub(super) struct RenewedPermit {
 trait RenewablePermit: Send + Sync {
     /// Ends the permit of a call that is over, or was abandoned.
     fn end(&self, is_over: bool);
-    /// Counts the call as one that its client has abandoned, although it goes on.
-    fn count_abandoned(&self);
+    /// Counts the call as one that its client has abandoned, although it goes on. Returns false if there is no place for it.
+    fn count_abandoned(&self) -> bool;
 }
 
 impl<S: Store, C: Clock> RenewablePermit for Mutex<Option<PermitGuard<S, C>>> {
@@ -39,10 +39,8 @@ impl<S: Store, C: Clock> RenewablePermit for Mutex<Option<PermitGuard<S, C>>> {
         }
     }
 
-    fn count_abandoned(&self) {
-        if let Some(guard) = &*self.lock() {
-            guard.count_abandoned();
-        }
+    fn count_abandoned(&self) -> bool {
+        self.lock().as_ref().is_some_and(PermitGuard::count_abandoned)
     }
 }
 
@@ -62,9 +60,9 @@ impl RenewedPermit {
         Self { permit, renewal_task: task.abort_handle(), is_over: false }
     }
 
-    /// Counts the call as one that its client has abandoned, although it goes on.
-    pub(super) fn count_abandoned(&self) {
-        self.permit.count_abandoned();
+    /// Counts the call as one that its client has abandoned, although it goes on. Returns false if there is no place for it.
+    pub(super) fn count_abandoned(&self) -> bool {
+        self.permit.count_abandoned()
     }
 
     /// Notes that the service has answered, or failed.

@@ -6,14 +6,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 
 use super::body::RenewedPermit;
-
-/// The maximum number of calls that are finished without their client. Further ones are abandoned.
-const MAX_FINISHING: usize = 1024;
-
-static FINISHING: Semaphore = Semaphore::const_new(MAX_FINISHING);
 
 /// A call with a permit, which is finished within a time if it is dropped.
 pub(super) struct FinishOnDrop<F: Future + Send + 'static> {
@@ -43,11 +37,11 @@ impl<F: Future + Send + 'static> Future for FinishOnDrop<F> {
 impl<F: Future + Send + 'static> Drop for FinishOnDrop<F> {
     fn drop(&mut self) {
         let Some((call, mut permit)) = self.call.take().filter(|_| !std::thread::panicking()) else { return };
-        if let (Ok(runtime), Ok(place)) = (Handle::try_current(), FINISHING.try_acquire()) {
+        if let Ok(runtime) = Handle::try_current()
+            && permit.count_abandoned()
+        {
             let timeout = self.timeout;
-            permit.count_abandoned();
             runtime.spawn(async move {
-                let _place = place;
                 if tokio::time::timeout(timeout, call).await.is_ok() {
                     permit.set_over();
                 }
