@@ -150,6 +150,9 @@ async fn aborted_http1_calls_are_no_more_work_than_the_limit() {
         assert_eq!((admitted, worker.most()), (share, share), "{key}");
         let page = once(gate.admin, get("/metrics")).await;
         assert!(page.contains(&format!("\ntidegate_kept_permits {admitted}")), "{page}");
+        let is_observed = |line: &str| line.starts_with("tidegate_observed_calls ") && !line.ends_with(" 0");
+        assert!(page.lines().any(is_observed), "{page}");
+        assert_eq!(page.contains("reason=\"share\""), key == "action", "{page}");
         // Another client still has its part.
         let mut neighbour = Peer::connect(gate.inbound).await;
         neighbour.send(get_from(NEIGHBOUR)).await;
@@ -296,13 +299,21 @@ async fn a_request_that_was_not_sent_keeps_nothing() {
         queued.push(stream);
     }
     let gate = start(address, &two("action", "")).await;
-    for _ in 0..10 {
-        let mut client = Peer::connect(gate.inbound).await;
-        client.send(get("/x")).await;
-        let answer = tokio::time::timeout(Duration::from_millis(20), client.message()).await;
-        assert!(answer.is_err(), "it is admitted, and waits: {answer:?}");
-        drop(client);
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    for admitted in 1..=10 {
+        let counted = format!("outcome=\"allowed\",reason=\"ok\"}} {admitted}\n");
+        let is_admitted = async || once(gate.admin, get("/metrics")).await.contains(&counted);
+        // Until the gate sees the end of an earlier client, its permit is in use.
+        let admission = async {
+            loop {
+                let mut client = Peer::connect(gate.inbound).await;
+                client.send(get("/x")).await;
+                tokio::select! {
+                    answer = client.message() => assert_eq!(status(&answer), 429),
+                    () = async { while !is_admitted().await {} } => break,
+                }
+            }
+        };
+        tokio::time::timeout(PATIENCE, admission).await.expect("the permits of earlier clients come back");
     }
 }
 
@@ -327,6 +338,8 @@ async fn finished_calls_end_with_their_replies() {
         for call in 0..10 {
             assert_eq!(abort(gate.inbound, &worker, &post("/x", "whole")).await, call < 2);
         }
+        let page = once(gate.admin, get("/metrics")).await;
+        assert!(page.contains("\ntidegate_finishing_calls 2"), "{page}");
         worker.end(2).await;
         worker.ends.add_permits(1);
         eventually_served(gate.inbound).await;
