@@ -42,6 +42,7 @@ impl AttemptClassifier {
         AttemptReport {
             is_repeatable: self.is_idempotent || !fault.was_sent(),
             unreplayable_reason: unreplayable,
+            is_abandoned: fault == TransportFault::TimedOut,
             ..AttemptReport::new(fault.class(), fault.delivery())
         }
     }

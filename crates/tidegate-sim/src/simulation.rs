@@ -414,7 +414,8 @@ impl<'s> Simulation<'s> {
             self.service.cancel(job);
             self.start_waiting_jobs();
         }
-        let report = AttemptReport { is_repeatable: true, ..AttemptReport::new(class, Delivery::Unknown) };
+        let report = AttemptReport::new(class, Delivery::Unknown);
+        let report = AttemptReport { is_repeatable: true, is_abandoned: true, ..report };
         self.handle_attempt_end(request.call, &report);
     }
 

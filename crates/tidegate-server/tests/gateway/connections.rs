@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 
-use crate::common::{Answer, Api, FREE, closing, provider, request, running};
-use crate::wire::{Peer, header, status};
+use crate::common::{Answer, Api, FREE, Gateway, closing, get, provider, request, running};
+use crate::wire::{Peer, header, once, status};
 
 #[tokio::test]
 async fn connections_are_reused_by_calls_and_attempts() {
@@ -52,19 +52,53 @@ async fn dropping_an_endless_reply_closes_its_connection() {
 async fn abandoned_requests_are_no_more_work_than_the_limit() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     for limit in ["limit = \"2 in flight\"\n", "credential_limit = \"2 in flight\"\n"] {
-        let policy = provider(listener.local_addr().unwrap(), limit);
-        let gateway = running(&policy);
+        let gateway = running(&provider(listener.local_addr().unwrap(), limit));
         let mut working = Vec::new();
         for call in 0..20 {
             let mut client = Peer::connect(gateway.address).await;
-            client.send("GET /api/x HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
-            match tokio::time::timeout(Duration::from_millis(if call < 2 { 5_000 } else { 30 }), listener.accept())
-                .await
-            {
-                Ok(accepted) => working.push(accepted.unwrap().0),
-                Err(_) => assert!(call >= 2),
+            client.send(get("/api/x")).await;
+            match call {
+                0 | 1 => working.push(listener.accept().await.unwrap().0),
+                _ => until_waiting(&gateway, 1).await,
             }
+            drop(client);
+            until_waiting(&gateway, 0).await;
         }
-        assert_eq!(working.len(), 2);
+        assert_no_connection(&listener).await;
     }
+}
+
+/// It also works on for those whose time is over.
+#[tokio::test]
+async fn requests_that_time_out_are_no_more_work_than_the_limit() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let settings = "retry = { base = \"1ms\", cap = \"1ms\" }\nbreaker = \"off\"\n";
+    for (limit, attempt_timeout) in [
+        ("limit = \"1000/s burst 1000\"\nsequential = true\n", "50ms"),
+        ("limit = \"1 in flight\"\n", "50ms"),
+        ("credential_limit = \"1 in flight\"\n", "10s"),
+    ] {
+        let settings = format!("{settings}{limit}attempt_timeout = \"{attempt_timeout}\"\n");
+        let gateway = running(&provider(listener.local_addr().unwrap(), &settings));
+        for _ in 0..5 {
+            let answer = gateway.ask(request("GET", "/api/x", "tidegate-timeout: 100ms\r\n", "")).await;
+            assert_eq!(status(&answer), 504, "{answer}");
+        }
+        let _working = listener.accept().await.unwrap();
+        assert_no_connection(&listener).await;
+    }
+}
+
+/// Waits until this number of calls wait for their turn.
+async fn until_waiting<C>(gateway: &Gateway<C>, count: u32) {
+    let line = format!("tidegate_provider_waiting_calls{{provider=\"api\",lane=\"user\"}} {count}.0\n");
+    while !once(gateway.admin, get("/metrics")).await.contains(&line) {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Panics if a connection waits to be accepted.
+async fn assert_no_connection(listener: &TcpListener) {
+    let last = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    assert_eq!(listener.accept().await.unwrap().1, last.local_addr().unwrap());
 }
