@@ -431,6 +431,12 @@ impl Plan {
     ) -> Result<(), KeyError> {
         let keys = match key_template.keys(query, rules, seed, self.limit_info(op.limit).name()) {
             Err(KeyError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
+            // A reset is of what was named, which may be a part of a client only.
+            Err(KeyError::Missing(_) | KeyError::Uncountable(UncountableError::Missing(_)))
+                if op.verb == Verb::Reset =>
+            {
+                return Ok(());
+            }
             keys => keys,
         };
         for key in keys? {

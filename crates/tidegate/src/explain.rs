@@ -73,8 +73,7 @@ pub struct ResetReport {
     /// The limits that still refuse the caller, because they aren't the action's own. Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub still_refusing: Vec<LimitReport>,
-    /// The actions that were left out of a reset of all, because they count by a part of calls that wasn't given.
-    /// Omitted if empty.
+    /// The limits that were left out, because they count by a part of calls that wasn't given. Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skipped: Vec<String>,
     /// The keys whose state was reset. They aren't part of the JSON.
@@ -89,8 +88,7 @@ pub struct BlockReport {
     pub blocked: bool,
     /// The limits that can block the caller, as they are now.
     pub limits: Vec<LimitReport>,
-    /// The actions that were left out of a block of all, because they count by a part of calls that wasn't given.
-    /// Omitted if empty.
+    /// The limits that were left out, because they count by a part of calls that wasn't given. Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skipped: Vec<String>,
     /// The decision of each limit that blocks the caller. They aren't part of the JSON.

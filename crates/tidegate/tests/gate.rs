@@ -397,6 +397,46 @@ fn a_reset_needs_only_its_own_key_parts() {
 }
 
 #[test]
+fn changes_leave_out_limits_by_parts_that_were_not_given() {
+    let (gate, _) = gate(
+        r#"
+        [inbound.action.login]
+        limits = [
+          { name = "address", key = "client_ip", limit = "1 per 1h", penalty = { base = "2s", cap = "1h" } },
+          { name = "account", key = "header:x-account", limit = "9 per 1h" },
+        ]
+        [inbound.action.export]
+        key = "key"
+        limit = "9 per 1h"
+        penalty = { base = "2s", cap = "1h" }
+        "#,
+    );
+    let mut headers = http::HeaderMap::new();
+    headers.insert("x-account", "bob".parse().unwrap());
+    let client = call("login", "203.0.113.7");
+    let login = Query { headers: Some(&headers), ..client };
+    for (reset, skipped) in [
+        (client, vec!["login.account"]),
+        (login, vec![]),
+        (Query { action: None, ..client }, vec!["login.account", "export"]),
+    ] {
+        gate.check_now(&login).unwrap();
+        assert!(gate.check_now(&login).unwrap().blocked);
+        let report = block_on(gate.reset(&reset)).unwrap();
+        assert_eq!((&*report.limits[0].name, report.limits[0].blocked), ("login.address", true));
+        assert_eq!(report.skipped, skipped);
+    }
+    let span = Span::from_secs(60);
+    let report = block_on(gate.block(&client, span)).unwrap();
+    assert_eq!((report.blocked, report.skipped), (true, vec!["login.account".to_owned()]));
+    assert_eq!(gate.check_now(&login).unwrap().retry_after, Some(span));
+    let missing =
+        |result: CheckError| assert_eq!(result.to_string(), "`key` is missing: the limit `export` counts by it");
+    missing(block_on(gate.reset(&call("export", "203.0.113.7"))).unwrap_err());
+    missing(block_on(gate.block(&call("export", "203.0.113.7"), span)).unwrap_err());
+}
+
+#[test]
 fn undecidable_queries_are_errors() {
     let (gate, _) =
         gate(&format!("{LOGIN}\n[inbound.action.api]\nkey = [\"key\", \"platform\"]\nlimit = \"5 per 60s\"\n"));

@@ -61,6 +61,21 @@ async fn both_listeners_reset_alike() {
 }
 
 #[tokio::test]
+async fn the_listed_reset_of_a_client_ends_its_block_beside_limits_by_other_parts() {
+    let file = "[inbound.action.login]\nlimits = [\n\
+        { name = \"address\", limit = \"0 per 1h\", penalty = { base = \"1h\", cap = \"1h\" } },\n\
+        { name = \"account\", key = \"header:x-account\", limit = \"9 per 1h\" },\n]\n";
+    let gate = start(nobody(), file).await;
+    let block = r#"{"action":"login","ip":"203.0.113.7","for":"10m"}"#;
+    assert_eq!(json(&once(gate.admin, change("/v1/block", "", block)).await)["skipped"][0], "login.account");
+    let blocks = json(&once(gate.admin, get("/v1/blocks")).await);
+    let reset = blocks["clients"][0]["reset"].to_string();
+    let report = json(&once(gate.admin, change("/v1/reset", "", &reset)).await);
+    assert_eq!((&report["reset"], &report["limits"][0]["blocked"]), (&true.into(), &true.into()), "{report}");
+    assert_eq!(report["skipped"][0], "login.account");
+}
+
+#[tokio::test]
 async fn wrong_blocks_are_explained() {
     let gate = start(nobody(), FILE).await;
     for (body, field, part) in [

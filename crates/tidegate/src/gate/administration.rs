@@ -14,8 +14,8 @@ const GLOBAL: &str = "global";
 /// The reason that a client can't be blocked as asked. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockError {
-    /// No limit of the action has a penalty, or all that have one are in shadow.
-    #[error("no enforced limit has a penalty for this client, so none can block it; limits in shadow can't")]
+    /// No limit of the action that counts by what was given has a penalty, or all that have one are in shadow.
+    #[error("no enforced limit that counts by what was given has a penalty, so none can block this client")]
     NoPenalty,
     /// No limit of the action blocks for so long.
     #[error("no limit of this action blocks for so long; the longest block is {longest}, the `cap` of {limit}")]
@@ -30,14 +30,15 @@ pub enum BlockError {
 /// The own limits of actions as operations on the caller's keys.
 struct OwnLimits {
     batches: Vec<(MatchedActions, Batch)>,
-    /// The actions that count by a part of calls that the query doesn't have.
+    /// The limits that count by a part of calls that the query doesn't have.
     skipped: Vec<String>,
 }
 
 impl<S: Store, C: Clock> Gate<S, C> {
     /// Resets usage, block and strikes of the caller in the action's own limits. Other actions, the global limit and
     /// what the caller shares with its network while the store is full stay as they are. Repeating it changes nothing.
-    /// The action `global` is the global limit.
+    /// The action `global` is the global limit. A limit that counts by a part that the query doesn't have is left out;
+    /// if that leaves none, it is an error.
     ///
     /// Without an action and a path, resets the caller's address or key, as far as given, in all limits that count by
     /// it.
@@ -119,8 +120,31 @@ impl<S: Store, C: Clock> Gate<S, C> {
         {
             return Err(UnknownActionError { found: found.chars().take(128).collect(), nearest: None }.into());
         }
-        let own = self.batch(actions, query, Verb::Reset, 0)?;
-        Ok(OwnLimits { batches: vec![(actions, own)], skipped: Vec::new() })
+        let mut found = OwnLimits { batches: Vec::new(), skipped: Vec::new() };
+        let own = self.own_batch(actions, query, &mut found.skipped)?;
+        if own.ops().is_empty() {
+            // The error says what is missing.
+            self.batch(actions, &Query { skips_global: actions.first().is_some(), ..*query }, Verb::Peek, 0)?;
+        }
+        found.batches.push((actions, own));
+        Ok(found)
+    }
+
+    /// The own limits of these actions, or the global limit's, as operations. Appends the names of those that are left out.
+    fn own_batch(
+        &self,
+        actions: MatchedActions,
+        query: &Query<'_>,
+        skipped: &mut Vec<String>,
+    ) -> Result<Batch, CheckError> {
+        let (plan, own) = (self.plan(), self.batch(actions, query, Verb::Reset, 0)?);
+        let limits: Vec<LimitId> = match actions.first() {
+            None => plan.global().to_vec(),
+            Some(_) => actions.iter().flat_map(|id| plan.action(id).limits()).copied().collect(),
+        };
+        let is_left_out = |limit: &LimitId| !own.ops().iter().any(|op| op.limit == *limit);
+        skipped.extend(limits.into_iter().filter(is_left_out).map(|limit| plan.limit_info(limit).name().to_owned()));
+        Ok(own)
     }
 
     fn limits_of_caller(&self, query: &Query<'_>) -> Result<OwnLimits, CheckError> {
@@ -135,7 +159,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let mut found = OwnLimits { batches: Vec::new(), skipped: Vec::new() };
         let actions = plan.actions().map(|(id, _)| MatchedActions::from(id));
         for actions in [MatchedActions::NONE].into_iter().chain(actions) {
-            match self.batch(actions, query, Verb::Reset, 0) {
+            match self.own_batch(actions, query, &mut found.skipped) {
                 Ok(own) => {
                     let own = own.with_ops(own.ops().iter().filter(counts_by_caller).copied());
                     found.batches.push((actions, own));
