@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http::{Request, Response};
-use http_body::{Body as _, Frame};
+use http_body::{Body, Frame};
 use pin_project_lite::pin_project;
 
 use super::{AccessEntry, AccessLog};
@@ -23,7 +23,7 @@ struct OpenRequest {
 
 impl AccessLog {
     /// Opens the entry of a request, which is written when its response ends.
-    pub(crate) fn log_response<B, F>(
+    pub(crate) fn log_response<B: Body, F>(
         self: &Arc<Self>,
         listener: &'static str,
         watch: &Arc<ConnectionWatch>,
@@ -35,9 +35,18 @@ impl AccessLog {
             watch.access.put(Box::new(AccessEntry::of_request(listener, self.now(), client_ip(&request), &request)));
             OpenRequest { log: Arc::clone(self), watch: Arc::clone(watch) }
         });
-        let yielding = watch.must_yield().then(|| YieldBeforeResponse { watch: Arc::clone(watch), phase: None });
+        let yielding =
+            watch.must_yield(size(&request)).then(|| YieldBeforeResponse { watch: Arc::clone(watch), phase: None });
         LoggedResponseFuture { respond: respond(request), open, yielding }
     }
+}
+
+/// The bytes of a request's head, and of its body if it tells them.
+fn size<B: Body>(request: &Request<B>) -> usize {
+    let target = request.uri().path_and_query().map_or(0, |target| target.as_str().len());
+    let headers = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len());
+    let body = usize::try_from(request.body().size_hint().lower()).unwrap_or(usize::MAX);
+    headers.fold(body, usize::saturating_add).saturating_add(target)
 }
 
 impl OpenRequest {

@@ -15,10 +15,11 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::Watchdog;
 use super::phase::{ConnectionPhase, EndReason, MAX_HEAD_BYTES, PHASE_MASK, UNCOUNTED_HEAD_BYTES, ticks};
 use crate::access_log::AccessSlot;
+use crate::turn::MAX_TURN_BYTES;
 
-/// The requests of one connection that are answered before all other tasks run. The HTTP library itself yields as often, but
-/// its task goes on before the runtime has looked for what other clients have sent.
-const MAX_REQUESTS_BEFORE_YIELD: u32 = 16;
+/// The bytes for which a smaller request counts, so that at most 16 are answered in a turn. The HTTP library itself yields as
+/// often, but its task goes on before the runtime has looked for what other clients have sent.
+const MIN_REQUEST_BYTES: usize = MAX_TURN_BYTES / 16;
 
 /// A flag that several tasks read and write, without any order towards other memory.
 #[derive(Debug, Default)]
@@ -67,8 +68,8 @@ pub(crate) struct HeadState {
     /// The bytes of the current head that are counted in the listener's total.
     pub(super) counted_bytes: AtomicUsize,
     request_count: AtomicU32,
-    /// The requests since other tasks last ran, or the client was last waited for.
-    since_yield: AtomicU32,
+    /// The bytes of the requests since other tasks last ran, or the client was last waited for.
+    turn_bytes: AtomicUsize,
     /// The number, from 1, of the first head that servers may read in different ways; 0 if there is none.
     pub(crate) first_ambiguous: AtomicU32,
 }
@@ -317,18 +318,18 @@ impl ConnectionWatch {
         (1..=self.head.request_count.load(Relaxed)).contains(&self.head.first_ambiguous.load(Relaxed))
     }
 
-    /// Counts a request that is answered now. Returns true if all other tasks must run before, because the client has sent so
-    /// many requests at once.
-    pub(crate) fn must_yield(&self) -> bool {
-        let count = self.head.since_yield.load(Relaxed);
-        let must_yield = count >= MAX_REQUESTS_BEFORE_YIELD;
-        self.head.since_yield.store(if must_yield { 1 } else { count + 1 }, Relaxed);
+    /// Counts a request of this many bytes that is answered now. Returns true if all other tasks must run before, because the
+    /// client has sent so much at once.
+    pub(crate) fn must_yield(&self, bytes: usize) -> bool {
+        let (before, bytes) = (self.head.turn_bytes.load(Relaxed), bytes.max(MIN_REQUEST_BYTES));
+        let must_yield = before >= MAX_TURN_BYTES;
+        self.head.turn_bytes.store(if must_yield { bytes } else { before.saturating_add(bytes) }, Relaxed);
         must_yield
     }
 
     /// Notes that the client has sent no more, so that other tasks run.
     pub(crate) fn note_waiting(&self) {
-        self.head.since_yield.store(0, Relaxed);
+        self.head.turn_bytes.store(0, Relaxed);
     }
 
     /// Acquires one of the few slots of connections that may linger for long. `None` for a blocked client, or if all

@@ -32,18 +32,13 @@ use crate::rejections::{HeadRejections, RejectionReason};
 use crate::state_cell::StateCell;
 use crate::states::SharedParts;
 use crate::stream::ClientStream;
+use crate::turn::Turn;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
 
 /// The bytes that are read at once.
 const READ_BYTES: usize = 16 << 10;
 /// From this number of bytes on, replies are sent before further requests are answered.
 const MAX_OUTPUT: usize = 64 << 10;
-
-/// The bytes of requests that a connection answers before all other tasks run. The runtime itself interrupts only
-/// reads and writes, and one read brings hundreds of requests.
-const MAX_BYTES_BEFORE_YIELD: usize = 16 << 10;
-/// The bytes for which a shorter request counts, so that there are at most 64 decisions before other tasks run.
-const MIN_REQUEST_COST: usize = MAX_BYTES_BEFORE_YIELD / 64;
 
 /// The state that all connections share.
 pub(crate) struct RespState<S: Store, C: Clock> {
@@ -69,7 +64,7 @@ impl<S: Store, C: Clock> ConnectionHandler for RespHandler<S, C> {
             session: Session::new(),
             input: Vec::new(),
             output: Vec::new(),
-            bytes_before_yield: MAX_BYTES_BEFORE_YIELD,
+            turn: Turn::default(),
         };
         async move { connection.run().await }
     }
@@ -102,8 +97,7 @@ struct Connection<S: Store, C: Clock> {
     /// The beginning of a request that hasn't arrived whole. A connection without one keeps no buffer.
     input: Vec<u8>,
     output: Vec<u8>,
-    /// The bytes of requests that it may still answer before it yields to other tasks.
-    bytes_before_yield: usize,
+    turn: Turn,
 }
 
 impl<S: Store, C: Clock> Connection<S, C> {
@@ -126,13 +120,16 @@ impl<S: Store, C: Clock> Connection<S, C> {
             }
             self.rest();
         }
-        if !self.input.is_empty() && !watch.is_aborted() {
-            let is_displaced = watch.is_ended_for(EndReason::Displaced) || watch.is_ended_for(EndReason::HeadBytes);
+        let ip = canonical_ip(self.client.address.ip());
+        let is_displaced = watch.is_ended_for(EndReason::Displaced) || watch.is_ended_for(EndReason::HeadBytes);
+        if is_displaced && !watch.head.has_begun.get() {
+            self.rejections.record_silent(ip);
+        } else if !self.input.is_empty() && !watch.is_aborted() {
             let (reason, why) = match is_displaced {
                 true => (RejectionReason::HeadDisplaced, "too many connections"),
                 false => (RejectionReason::HeadTimeout, "the request didn't arrive whole in time"),
             };
-            self.rejections.record(canonical_ip(self.client.address.ip()), reason, None, why);
+            self.rejections.record(ip, reason, None, why);
         }
     }
 
@@ -185,6 +182,7 @@ impl<S: Store, C: Clock> Connection<S, C> {
             if begin == 0 {
                 self.client.watch.enter(ConnectionPhase::Deciding);
             }
+            self.turn.count(parsed.length).await;
             arguments.clear();
             arguments.extend(places.iter().map(|place: &Range<usize>| &rest[place.clone()]));
             let (session, output) = (&mut self.session, &mut self.output);
@@ -199,11 +197,6 @@ impl<S: Store, C: Clock> Connection<S, C> {
                     break Next::Close;
                 }
                 self.client.watch.enter(ConnectionPhase::Deciding);
-            }
-            self.bytes_before_yield = self.bytes_before_yield.saturating_sub(parsed.length.max(MIN_REQUEST_COST));
-            if self.bytes_before_yield == 0 {
-                tokio::task::yield_now().await;
-                self.bytes_before_yield = MAX_BYTES_BEFORE_YIELD;
             }
         };
         if begin < input.len() {

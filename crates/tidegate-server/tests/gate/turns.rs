@@ -124,6 +124,29 @@ async fn pipelines_over_http_leave_turns_to_others() {
     }
 }
 
+/// A turn ends after bytes, too, because the time of a decision grows with them.
+#[tokio::test]
+async fn pipelines_of_long_requests_have_shorter_turns() {
+    let load = Load::start();
+    let request = format!("GET /x HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "x".repeat(8 << 10));
+    let longest = load.longest_turn(pipeline(load.gate.inbound, request.as_bytes(), "HTTP/1.1 429")).await;
+    assert!((1..=4).contains(&longest), "{longest} decisions in one turn");
+}
+
+#[tokio::test]
+async fn descriptors_of_one_request_leave_turns_to_others() {
+    let load = Load::start();
+    let client = rls::connect(load.rls).await;
+    for (entries, most) in [
+        (&[("action", "tenant"), ("key", "a")][..], MAX_TURN),
+        (&[("remote_address", "192.0.2.1"), ("path", &format!("/x?{}", "x".repeat(400)))], MAX_TURN * 2 / 3),
+    ] {
+        let request = rls::request(vec![rls::descriptor(entries); 2000]);
+        let longest = load.longest_turn(async { rls::ask(&client, &request).await.unwrap() }).await;
+        assert!((1..=most).contains(&longest), "{longest} decisions in one turn");
+    }
+}
+
 #[tokio::test]
 async fn streams_leave_turns_to_others() {
     let load = Load::start();

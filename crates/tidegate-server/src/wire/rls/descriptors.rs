@@ -15,6 +15,7 @@ use super::status::{descriptor_status, strictness};
 use super::{POLICY_DOMAIN, RlsState, YamlLimits};
 use crate::access_log::AccessSlot;
 use crate::rejections::RejectionReason;
+use crate::turn::Turn;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::forward_auth::{IN_FLIGHT, meets_concurrency};
 use crate::wire::http_api::{decide, validate};
@@ -83,17 +84,21 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         if asked.descriptors.is_empty() {
             return Err(Status::invalid_argument("`descriptors` is empty"));
         }
+        let mut turn = Turn::default();
         // All are read before any is counted.
         let questions = match &self.limits {
             _ if asked.domain == POLICY_DOMAIN => {
-                let descriptors = asked.descriptors.iter().enumerate();
-                let questions = descriptors.map(|(index, it)| self.question(index, it, asked.hits_addend, access));
-                questions.collect::<Result<Vec<_>, _>>()?
+                let mut questions = Vec::with_capacity(asked.descriptors.len());
+                for (index, descriptor) in asked.descriptors.iter().enumerate() {
+                    turn.count(size(descriptor)).await;
+                    questions.push(self.question(index, descriptor, asked.hits_addend, access)?);
+                }
+                questions
             }
             Some(limits) if limits.has_domain(&asked.domain) => {
                 match Box::pin(self.decide_together(limits, asked, access)).await? {
                     Some(response) => return Ok(response),
-                    None => limits.questions(asked)?,
+                    None => limits.questions(asked, &mut turn).await?,
                 }
             }
             _ => self.admit_unknown_domain(asked),
@@ -104,7 +109,8 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         let mut statuses = Vec::with_capacity(questions.len());
         let mut tightest: Option<(MatchedActions, Decision)> = None;
         let (mut is_over, mut quotas, mut quotas_over, mut inline_wait) = (false, 0, 0, None);
-        for question in questions {
+        for (question, descriptor) in questions.into_iter().zip(&asked.descriptors) {
+            turn.count(size(descriptor)).await;
             let (request, actions, hits, is_quota, name) = match question {
                 DescriptorCheck::Ask { request, actions, hits, is_quota, name } => {
                     (request, actions, hits, is_quota, name)
@@ -344,6 +350,11 @@ fn borrow<'e>(entries: &'e Vec<(&'e str, Cow<'e, str>)>) -> Vec<(&'e str, &'e st
 /// The entries of a descriptor: keys and values.
 pub(super) fn entries(descriptor: &Descriptor) -> Vec<(&str, Cow<'_, str>)> {
     descriptor.entries.iter().map(|entry| (&*entry.key, entry.text())).collect()
+}
+
+/// The bytes of a descriptor's entries.
+pub(super) fn size(descriptor: &Descriptor) -> usize {
+    descriptor.entries.iter().map(|entry| entry.key.len() + entry.value.len()).sum()
 }
 
 fn is_header_name(name: &str) -> bool {

@@ -9,9 +9,10 @@ use tidegate_policy::RlsConfig;
 use tidegate_policy::ratelimit_yaml::{DescriptorLimit, FoundLimit, LimitTable};
 use tonic::Status;
 
-use super::descriptors::{DescriptorCheck, Hits, entries};
+use super::descriptors::{DescriptorCheck, Hits, entries, size};
 use super::inline_limit::InlineLimit;
-use super::messages::{DescriptorStatus, RateLimitRequest};
+use super::messages::{Descriptor, DescriptorStatus, RateLimitRequest};
+use crate::turn::Turn;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::limitador::LimitCheck;
 
@@ -61,42 +62,54 @@ impl YamlLimits {
     }
 
     /// The question of each descriptor. One without a limit, or whose limit another one replaces, is admitted.
-    pub(super) fn questions<'a>(&self, asked: &'a RateLimitRequest) -> Result<Vec<DescriptorCheck<'a>>, Status> {
-        let found: Vec<Option<FoundLimit<'_>>> = asked
-            .descriptors
-            .iter()
-            .map(|descriptor| {
-                let entries = entries(descriptor);
-                let found = self.table.find(&asked.domain, entries.iter().map(|(key, value)| (*key, &**value)));
-                found.filter(|_| descriptor.limit.is_none())
-            })
-            .collect();
+    pub(super) async fn questions<'a>(
+        &self,
+        asked: &'a RateLimitRequest,
+        turn: &mut Turn,
+    ) -> Result<Vec<DescriptorCheck<'a>>, Status> {
+        let mut found: Vec<Option<FoundLimit<'_>>> = Vec::with_capacity(asked.descriptors.len());
+        for descriptor in &asked.descriptors {
+            turn.count(size(descriptor)).await;
+            let entries = entries(descriptor);
+            let limit = self.table.find(&asked.domain, entries.iter().map(|(key, value)| (*key, &**value)));
+            found.push(limit.filter(|_| descriptor.limit.is_none()));
+        }
         let replaced: HashSet<&str> =
             found.iter().flatten().flat_map(|found| &found.limit.limit.replaces).map(String::as_str).collect();
-        let questions = found.into_iter().zip(&asked.descriptors).enumerate().map(|(index, (found, descriptor))| {
+        let mut questions = Vec::with_capacity(found.len());
+        for (index, (found, descriptor)) in found.into_iter().zip(&asked.descriptors).enumerate() {
+            turn.count(size(descriptor)).await;
+            let question = self.descriptor_question(asked, descriptor, found, &replaced);
             let invalid = |message| Status::invalid_argument(format!("descriptor {index}: {message}"));
-            let hits = descriptor.hits_addend.unwrap_or_else(|| asked.hits_addend.max(1).into());
-            if let Some(limit) = &descriptor.limit {
-                let inline = InlineLimit::new(&asked.domain, descriptor, limit, hits).map_err(invalid)?;
-                return Ok(DescriptorCheck::Inline(inline));
-            }
-            let Some(found) = found else { return Ok(DescriptorCheck::Decided(DescriptorStatus::admitted())) };
-            let limit = &found.limit.limit;
-            if self.actions[found.index].1 {
-                return Ok(DescriptorCheck::Decided(DescriptorStatus {
-                    limit_remaining: u32::MAX,
-                    ..DescriptorStatus::admitted()
-                }));
-            }
-            if limit.name.as_deref().is_some_and(|name| replaced.contains(name)) {
-                return Ok(DescriptorCheck::Decided(DescriptorStatus::admitted()));
-            }
-            let is_quota = found.limit.quota_mode;
-            let question = self.question(found.index, found.key, hits).map_err(|error| invalid(error.message))?;
-            let LimitCheck { actions, request, .. } = question;
-            let name = Some(limit.name.clone().unwrap_or_default());
-            Ok(DescriptorCheck::Ask { request, actions, hits: Hits::of(descriptor, Some(hits)), is_quota, name })
-        });
-        questions.collect()
+            questions.push(question.map_err(invalid)?);
+        }
+        Ok(questions)
+    }
+
+    fn descriptor_question<'a>(
+        &self,
+        asked: &RateLimitRequest,
+        descriptor: &'a Descriptor,
+        found: Option<FoundLimit<'_>>,
+        replaced: &HashSet<&str>,
+    ) -> Result<DescriptorCheck<'a>, String> {
+        let hits = descriptor.hits_addend.unwrap_or_else(|| asked.hits_addend.max(1).into());
+        if let Some(limit) = &descriptor.limit {
+            return InlineLimit::new(&asked.domain, descriptor, limit, hits).map(DescriptorCheck::Inline);
+        }
+        let Some(found) = found else { return Ok(DescriptorCheck::Decided(DescriptorStatus::admitted())) };
+        let limit = &found.limit.limit;
+        if self.actions[found.index].1 {
+            let status = DescriptorStatus { limit_remaining: u32::MAX, ..DescriptorStatus::admitted() };
+            return Ok(DescriptorCheck::Decided(status));
+        }
+        if limit.name.as_deref().is_some_and(|name| replaced.contains(name)) {
+            return Ok(DescriptorCheck::Decided(DescriptorStatus::admitted()));
+        }
+        let is_quota = found.limit.quota_mode;
+        let question = self.question(found.index, found.key, hits).map_err(|error| error.message)?;
+        let LimitCheck { actions, request, .. } = question;
+        let name = Some(limit.name.clone().unwrap_or_default());
+        Ok(DescriptorCheck::Ask { request, actions, hits: Hits::of(descriptor, Some(hits)), is_quota, name })
     }
 }
