@@ -16,7 +16,7 @@ use tidegate_policy::alerts::AlertConfig;
 use tidegate_policy::{
     OnDisconnect, Policy, PolicySources, StoreConfig, printable, printable_json, printable_lines, read_regular_file,
 };
-use tidegate_server::FileWatcher;
+use tidegate_server::{FileWatcher, descriptors};
 
 use crate::{CliOutcome, CommandResult};
 
@@ -182,7 +182,8 @@ pub(crate) fn report_writer<'a, R: 'a>(
     })
 }
 
-/// `tidegate check`. Notes the secrets that `tidegate serve` couldn't use, unless the environment has no effect.
+/// `tidegate check`. Notes the secrets that `tidegate serve` couldn't use and the descriptors that it would lack, unless the
+/// environment has no effect.
 pub(crate) fn check(file: Option<&Path>, sources: PolicySources, with_env: bool) -> CommandResult {
     let (policy, source_name) = load(file, sources)?;
     let mut notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
@@ -199,6 +200,12 @@ pub(crate) fn check(file: Option<&Path>, sources: PolicySources, with_env: bool)
     }
     for (setting, fault) in tidegate_server::certificate_faults(&policy) {
         let _ = writeln!(notes, "note: {setting}: {fault}, so that `tidegate serve` wouldn't start here");
+    }
+    if with_env {
+        descriptors::raise_limit();
+        if let Some(shortage) = descriptors::Shortage::of(&policy) {
+            let _ = writeln!(notes, "note: {shortage}");
+        }
     }
     Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))
 }

@@ -512,17 +512,20 @@ fn the_guide_contains_the_tested_snippets() {
 
 #[test]
 fn descriptor_limit_is_raised_and_compared_with_caps() {
-    let served = |limits: &str| {
-        let (port, scratch) = (free_port(), ScratchDir::new());
+    let command = |limits: &str, subcommand: &str, port: u16| {
         let mut command = Command::new("sh");
         command
-            .args(["-c", &format!("ulimit {limits}; exec \"$0\" serve"), env!("CARGO_BIN_EXE_tidegate")])
+            .args(["-c", &format!("ulimit {limits}; exec \"$0\" {subcommand}"), env!("CARGO_BIN_EXE_tidegate")])
             .env("TIDEGATE__INBOUND__LISTEN", format!("127.0.0.1:{}", free_port()))
             .env("TIDEGATE__INBOUND__UPSTREAM", "http://127.0.0.1:9")
             .env("TIDEGATE__INBOUND__CAPS__CONNECTIONS", "100")
             .env("TIDEGATE__API__LISTEN", "off")
             .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{port}"));
-        let mut gate = ChildProcess::start(command, scratch, port);
+        command
+    };
+    let served = |limits: &str| {
+        let (port, scratch) = (free_port(), ScratchDir::new());
+        let mut gate = ChildProcess::start(command(limits, "serve", port), scratch, port);
         let limits = std::fs::read_to_string(format!("/proc/{}/limits", gate.id())).unwrap_or_default();
         let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files")?.split_whitespace().next());
         // At its end, all lines of the log are written.
@@ -534,6 +537,11 @@ fn descriptor_limit_is_raised_and_compared_with_caps() {
     // 100 twice, 64 of the admin listener, 42 for calls whose client has gone away, and 64 others.
     assert_eq!(served("-Sn 100; ulimit -Hn 400"), (linux("400"), false));
     assert_eq!(served("-n 300"), (linux("300"), true));
+    let checked = |limits: &str| command(limits, "check", free_port()).current_dir("/").output().unwrap();
+    let text = String::from_utf8(checked("-n 300").stdout).unwrap();
+    assert!(text.contains("note: fewer file descriptors (300) than all connections may take (1864)"), "{text}");
+    assert!(text.contains(", or lower inbound.caps.connections (100)\n"), "{text}");
+    assert!(!String::from_utf8(checked("-Sn 100; ulimit -Hn 400").stdout).unwrap().contains("descriptors"));
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! File descriptors: the number that a policy's connections may need, the limit of the process, and the caps on connections
 //! within it. Connections to an upstream that are kept although their client has gone away have a share of their own.
 
+use std::fmt::{self, Display, Formatter};
+
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tidegate::MAX_FINISHED_CALLS;
 use tidegate_policy::{Http2Mode, ListenConfig, Policy};
@@ -33,6 +35,9 @@ fn places_without_client(limit: u64) -> u64 {
     (limit.saturating_sub(OTHER_DESCRIPTORS) / WITHOUT_CLIENT_DIVISOR).min(MAX_WITHOUT_CLIENT as u64)
 }
 
+/// The maximum number of idle connections in a pool of a provider's.
+const MAX_IDLE: usize = 128;
+
 /// The admin listener keeps one in this number of the descriptors for connections, before the other listeners share the rest.
 const ADMIN_DIVISOR: u64 = 4;
 
@@ -57,6 +62,10 @@ pub(crate) struct ConnectionCap {
     /// The descriptors of a connection: two if it is forwarded, and three if its requests may be streams, of which there are
     /// as many beside it.
     descriptors: u64,
+    /// The pools of connections that are kept for further requests.
+    pools: u64,
+    /// The maximum number of idle connections in each of them.
+    pub(crate) max_idle: usize,
 }
 
 impl ConnectionCap {
@@ -66,40 +75,36 @@ impl ConnectionCap {
     }
 
     fn needed(self) -> u64 {
-        self.configured as u64 * self.descriptors
+        self.connections as u64 * self.descriptors + self.pools * self.max_idle as u64
     }
 
     fn lower_to(&mut self, descriptors: u64) {
-        let connections = usize::try_from(descriptors / self.descriptors).unwrap_or(usize::MAX);
-        // No listener is closed for lack of descriptors.
-        self.connections = self.connections.min(connections.max(1));
+        if descriptors >= self.needed() {
+            return;
+        }
+        let lower = |number: u64, most: usize| usize::try_from(number).map_or(most, |number| number.min(most));
+        // With pools, each connection leaves one descriptor to them. No listener is closed for lack of descriptors.
+        let connections = descriptors / (self.descriptors + u64::from(self.pools > 0));
+        self.connections = lower(connections.max(1), self.connections);
+        let left = descriptors.saturating_sub(self.connections as u64 * self.descriptors);
+        self.max_idle = lower(left.checked_div(self.pools).unwrap_or(0), self.max_idle);
     }
 }
 
 impl ConnectionCaps {
-    /// Returns the caps of a policy in this process. Warns if they are lower than the policy says.
+    /// Returns the caps of a policy in this process.
     pub(crate) fn of(policy: &Policy) -> Self {
         let mut caps = Self::configured(policy);
-        let Some(limit) = getrlimit(Resource::Nofile).current.filter(|limit| *limit < caps.needed(*limit)) else {
-            return caps;
-        };
-        caps.lower_to(limit);
-        tracing::warn!(
-            limit,
-            needed = caps.needed(u64::MAX),
-            inbound = caps.inbound.connections,
-            outbound = caps.outbound.connections,
-            admin = caps.admin.connections,
-            "fewer file descriptors than connections may take, so there will be fewer connections: raise the hard limit \
-             (ulimit -Hn), or lower inbound.caps.connections or outbound.connections"
-        );
+        if let Some(limit) = getrlimit(Resource::Nofile).current.filter(|limit| *limit < caps.needed(*limit)) {
+            caps.lower_to(limit);
+        }
         caps
     }
 
     fn configured(policy: &Policy) -> Self {
         let cap = |listen: Option<&ListenConfig>, connections: usize, descriptors| {
             let connections = if listen.is_some_and(|listen| !listen.is_off()) { connections } else { 0 };
-            ConnectionCap { connections, configured: connections, descriptors }
+            ConnectionCap { connections, configured: connections, descriptors, pools: 0, max_idle: 0 }
         };
         let forwarded = |listen: Option<&ListenConfig>, connections| {
             let has_http2 = listen.is_some_and(|listen| match listen.http2 {
@@ -111,9 +116,13 @@ impl ConnectionCaps {
         };
         let (inbound, outbound) = (policy.inbound(), policy.outbound());
         let proxy = inbound.upstream.as_ref().map(|_| &inbound.listen);
+        let gateway = forwarded(outbound.map(|it| &it.listen), outbound.map_or(0, |it| it.connections));
+        // With TLS there are two pools, one of HTTP/1.1 for upgrades.
+        let pools = outbound.iter().flat_map(|it| it.providers()).filter_map(|provider| provider.base_url.as_ref());
+        let pools = pools.map(|base| if base.is_https() { 2 } else { 1 }).sum();
         Self {
             inbound: forwarded(proxy, inbound.caps.connections as usize),
-            outbound: forwarded(outbound.map(|it| &it.listen), outbound.map_or(0, |it| it.connections)),
+            outbound: ConnectionCap { pools, max_idle: MAX_IDLE.min(gateway.connections), ..gateway },
             api: cap(Some(&policy.api().listen), API_CONNECTIONS, 1),
             rls: cap(policy.rls().map(|rls| &rls.listen), RLS_CONNECTIONS, 1),
             resp: cap(policy.resp().map(|resp| &resp.listen), RESP_CONNECTIONS, 1),
@@ -123,14 +132,18 @@ impl ConnectionCaps {
 
     /// The number of open descriptors when every listener is at its cap, in a process with this limit.
     fn needed(&self, limit: u64) -> u64 {
-        let Self { inbound, outbound, api, rls, resp, admin } = self;
-        let connections = [inbound, outbound, api, rls, resp, admin].map(|cap| cap.needed()).iter().sum::<u64>();
+        let connections = self.listeners().map(|(_, cap)| cap.needed()).iter().sum::<u64>();
         connections + self.without_client(limit) + OTHER_DESCRIPTORS
     }
 
     fn without_client(&self, limit: u64) -> u64 {
-        let forwards = self.inbound.needed() + self.outbound.needed() > 0;
+        let forwards = self.inbound.configured + self.outbound.configured > 0;
         if forwards { places_without_client(limit) } else { 0 }
+    }
+
+    fn listeners(&self) -> [(&'static str, ConnectionCap); 6] {
+        let Self { inbound, outbound, api, rls, resp, admin } = *self;
+        [("inbound", inbound), ("outbound", outbound), ("api", api), ("rls", rls), ("resp", resp), ("admin", admin)]
     }
 
     /// Lowers the caps so that they need no more than this number of descriptors. The listeners share equally what the
@@ -144,8 +157,56 @@ impl ConnectionCaps {
         let count = others.len() as u64;
         for (cap, sharing) in others.into_iter().zip((1..=count).rev()) {
             cap.lower_to(left / sharing);
-            left = left.saturating_sub(cap.connections as u64 * cap.descriptors);
+            left = left.saturating_sub(cap.needed());
         }
+    }
+}
+
+/// The lack of descriptors in a process: it may have fewer than all connections of a policy take.
+#[derive(Debug)]
+pub struct Shortage {
+    limit: u64,
+    needed: u64,
+    caps: ConnectionCaps,
+    /// The settings that can be lowered instead of raising the limit.
+    settings: Vec<(&'static str, usize)>,
+}
+
+impl Shortage {
+    /// Returns the lack of descriptors in this process with this policy. `None` if there are enough.
+    pub fn of(policy: &Policy) -> Option<Self> {
+        Self::under(getrlimit(Resource::Nofile).current?, ConnectionCaps::configured(policy))
+    }
+
+    fn under(limit: u64, configured: ConnectionCaps) -> Option<Self> {
+        if limit >= configured.needed(limit) {
+            return None;
+        }
+        let mut caps = configured;
+        caps.lower_to(limit);
+        // What the other listeners need can't be set.
+        let others = configured.needed(limit) - configured.inbound.needed() - configured.outbound.needed();
+        let settings =
+            [("inbound.caps.connections", caps.inbound), ("outbound.connections", caps.outbound)].into_iter();
+        let is_lowered = |(_, cap): &(_, ConnectionCap)| cap.connections < cap.configured && others < limit;
+        let settings = settings.filter(is_lowered).map(|(name, cap)| (name, cap.configured)).collect();
+        Some(Self { limit, needed: configured.needed(u64::MAX), caps, settings })
+    }
+}
+
+impl Display for Shortage {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { limit, needed, caps, settings } = self;
+        write!(f, "fewer file descriptors ({limit}) than all connections may take ({needed}). So there are at most")?;
+        let open = caps.listeners().into_iter().filter(|(_, cap)| cap.configured > 0);
+        for (index, (name, cap)) in open.enumerate() {
+            write!(f, "{} {} at {name}", if index == 0 { "" } else { "," }, cap.connections)?;
+        }
+        write!(f, ". Raise the hard limit (ulimit -Hn, LimitNOFILE=)")?;
+        for (name, configured) in settings {
+            write!(f, ", or lower {name} ({configured})")?;
+        }
+        Ok(())
     }
 }
 
@@ -185,6 +246,39 @@ mod tests {
     }
 
     #[test]
+    fn idle_connections_to_providers_are_counted() {
+        let provider = |name: &str, url: &str| {
+            format!("[outbound.provider.{name}]\nbase_url = \"{url}\"\nauth = \"none\"\nlimit = \"1/s\"\n")
+        };
+        let gateway = format!(
+            "[admin]\nlisten = \"off\"\n[api]\nlisten = \"off\"\n[outbound]\nconnections = 200\n{}{}",
+            provider("a", "http://a.test"),
+            provider("b", "https://b.test")
+        );
+        let caps = caps(&gateway);
+        assert_eq!(caps.needed(1 << 16), OTHER_DESCRIPTORS + 400 + 1536 + 3 * 128);
+        let mut lowered = caps;
+        lowered.lower_to(OTHER_DESCRIPTORS + 400);
+        assert_eq!((lowered.outbound.connections, lowered.outbound.max_idle), (116, 39));
+        lowered.lower_to(1);
+        assert_eq!((lowered.outbound.connections, lowered.outbound.max_idle), (1, 0));
+    }
+
+    #[test]
+    fn the_shortage_names_each_cap_and_what_helps() {
+        let shortage = |limit, file: &str| Shortage::under(limit, caps(file)).map(|shortage| shortage.to_string());
+        assert_eq!(shortage(4096, PROXY), None);
+        assert_eq!(
+            shortage(1300, PROXY).unwrap(),
+            "fewer file descriptors (1300) than all connections may take (3688). So there are at most 254 at inbound, 510 at \
+             api, 64 at admin. Raise the hard limit (ulimit -Hn, LimitNOFILE=)"
+        );
+        let help = ", or lower inbound.caps.connections (5000)";
+        let large = PROXY.replace("500", "5000");
+        assert!(shortage(4096, &large).unwrap().ends_with(help));
+    }
+
+    #[test]
     fn caps_stay_within_the_limit_on_descriptors() {
         let everything =
             format!("{PROXY}[rls]\n[resp]\n[outbound.provider.tmdb]\nbase_url = \"https://a.test\"\nauth = \"none\"\n");
@@ -193,10 +287,7 @@ mod tests {
                 let mut lowered = caps(file);
                 lowered.lower_to(limit);
                 let ConnectionCaps { inbound, outbound, api, rls, resp, admin } = lowered;
-                let used: u64 = [inbound, outbound, api, rls, resp, admin]
-                    .map(|cap| cap.connections as u64 * cap.descriptors)
-                    .iter()
-                    .sum();
+                let used: u64 = [inbound, outbound, api, rls, resp, admin].map(ConnectionCap::needed).iter().sum();
                 assert!(used + places_without_client(limit) + OTHER_DESCRIPTORS <= limit, "{limit}: {lowered:?}");
                 assert!(limit < 2452 || file != PROXY || lowered == caps(file), "{limit}: {lowered:?}");
             }

@@ -87,7 +87,7 @@ impl<S: Store, C: Clock> Clone for Mount<S, C> {
 }
 
 impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
-    /// Returns a gateway to these providers. It leaves out providers without a base URL. Connections to providers that
+    /// Returns a gateway to these providers, each with pools of this many idle connections at most. It leaves out providers without a base URL. Connections to providers that
     /// are the same, and the cache, are taken over from an earlier gateway.
     ///
     /// # Errors
@@ -98,6 +98,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         refusals: Arc<RefusalLog>,
         metrics: &RequestMetrics,
         env: &impl Fn(&str) -> Option<String>,
+        max_idle: usize,
         earlier: Option<&Self>,
     ) -> Result<Self, ServeError> {
         // Shared, because reading the system's root certificates is slow.
@@ -118,7 +119,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
                 .map_err(|source| ServeError::Credential { provider: plan.name.clone(), source })?
                 .mount_path(&plan.name)
                 .fault_classifier(provider_client::fault_of);
-            let client = provider_client::client(plan, base, tls.clone());
+            let client = provider_client::client(plan, base, tls.clone(), max_idle);
             let mount = Mount { service: layer.layer(client), cache_results: metrics.cache_results(&plan.name) };
             mounts.insert(plan.name.clone(), mount);
         }

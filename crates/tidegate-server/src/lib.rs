@@ -138,7 +138,7 @@ use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
 use crate::dashboard::{Sessions, sign_in_limiter};
-use crate::descriptors::{ConnectionCap, ConnectionCaps};
+use crate::descriptors::{ConnectionCap, ConnectionCaps, Shortage};
 use crate::events::{ProviderEventPublisher, server_events};
 use crate::fleet::FleetView;
 use crate::listener::{ConnectionHandler, HttpHandler, Listener, ListenerConfig};
@@ -399,6 +399,9 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             None => None,
         };
         let configs = ListenerConfigs { policy: &engine.policy, caps: ConnectionCaps::of(&engine.policy) };
+        if let Some(shortage) = Shortage::of(&engine.policy) {
+            tracing::warn!("{shortage}");
+        }
         let (log, refusals) = (&parts.access_log, &parts.refusals);
         let (inbound, proxy) = open_http("inbound", Some(configs.inbound()), states.proxy, log, refusals)?.unzip();
         let (outbound, gateway) = open_http("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();

@@ -16,6 +16,7 @@ use crate::access::{Access, AccessToken, ListenerKind};
 use crate::access_log::AccessLog;
 use crate::alerts::AlertSet;
 use crate::dashboard::{Sessions, SignInLimiter};
+use crate::descriptors::ConnectionCaps;
 use crate::events::{ServerEvents, StreamPlaces};
 use crate::fleet::FleetView;
 use crate::gateway::GatewayState;
@@ -153,8 +154,11 @@ fn gateway_state<S: Store, C: Clock + Clone>(
 ) -> Result<Option<GatewayState<S, C>>, ServeError> {
     let (Some(providers), Some(config)) = (&engine.providers, engine.policy.outbound()) else { return Ok(None) };
     let access = access(parts, ListenerKind::Gateway, &config.listen, config.token.as_ref(), &[], &config.hosts)?;
-    let new_state =
-        |access| GatewayState::new(providers, access, Arc::clone(&parts.refusals), &parts.metrics, &parts.env, earlier);
+    let max_idle = ConnectionCaps::of(&engine.policy).outbound.max_idle;
+    let new_state = |access| {
+        let refusals = Arc::clone(&parts.refusals);
+        GatewayState::new(providers, access, refusals, &parts.metrics, &parts.env, max_idle, earlier)
+    };
     access.map(new_state).transpose()
 }
 

@@ -155,7 +155,7 @@ impl RemoteSink {
         let outbound = Outbound::new(&policy).ok_or(WebhookError::Malformed)?;
         let [provider] = outbound.providers() else { return Err(WebhookError::Malformed) };
         let layer = OutboundLayer::with_env(provider.clone(), |_: &str| None).map_err(|_| WebhookError::Malformed)?;
-        let client = provider_client::client(provider.config(), base, tls);
+        let client = provider_client::client(provider.config(), base, tls, 1);
         let service = layer.fault_classifier(provider_client::fault_of).layer(client);
         let (alert, kind, throttle) = (alert.name.clone(), form.kind(), LogThrottle::new(LINES_PER_SECOND));
         let receiver = Arc::new(Receiver { alert, kind, results, undelivered, throttle, service, target });

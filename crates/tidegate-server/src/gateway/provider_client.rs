@@ -30,8 +30,6 @@ use crate::upstream::{
 
 /// The time that an idle connection is kept. It is shorter than the minute after which many servers close theirs.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(50);
-/// The maximum number of idle connections per provider.
-const MAX_IDLE: usize = 128;
 
 /// The HTTP client of one provider, which pools its connections.
 pub(crate) enum ProviderClient<B> {
@@ -118,14 +116,20 @@ pub(crate) fn tls_config() -> io::Result<ClientConfig> {
     Ok(ClientConfig::builder().with_native_roots()?.with_no_client_auth())
 }
 
-/// Returns the client of a provider with this base URL.
-pub(crate) fn client<B>(provider: &ProviderConfig, base: &BaseUrl, tls: ClientConfig) -> ProviderClient<B>
+/// Returns the client of a provider with this base URL, which keeps up to this number of idle connections, with TLS of each
+/// version.
+pub(crate) fn client<B>(
+    provider: &ProviderConfig,
+    base: &BaseUrl,
+    tls: ClientConfig,
+    max_idle: usize,
+) -> ProviderClient<B>
 where
     B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static,
 {
     if !base.is_https() {
         let connect_timeout = provider.connect_timeout;
-        let settings = PoolSettings { connect_timeout, idle_timeout: IDLE_TIMEOUT, max_idle: MAX_IDLE };
+        let settings = PoolSettings { connect_timeout, idle_timeout: IDLE_TIMEOUT, max_idle };
         let client = UpstreamClient::new(base, settings);
         return ProviderClient::Plain(client.expect("invariant: a plain server needs no certificates"));
     }
@@ -137,7 +141,7 @@ where
         .pool_timer(TokioTimer::new())
         .timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_TIMEOUT)
-        .pool_max_idle_per_host(MAX_IDLE)
+        .pool_max_idle_per_host(max_idle)
         // As in `upstream::http1_builder`.
         .http1_allow_spaces_after_header_name_in_responses(true)
         .http1_allow_obsolete_multiline_headers_in_responses(true)
@@ -244,7 +248,7 @@ mod tests {
         let tls = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
         let policy = Policy::builder().provider("api", ProviderSpec::new(&url)).build().unwrap();
         let [provider] = policy.outbound().unwrap().providers() else { panic!("one provider") };
-        let mut client = client(provider, provider.base_url.as_ref().unwrap(), tls);
+        let mut client = client(provider, provider.base_url.as_ref().unwrap(), tls, 1);
         client.call(Request::get(url).body(Empty::new()).unwrap()).await
     }
 
