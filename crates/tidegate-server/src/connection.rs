@@ -18,6 +18,7 @@ use tokio::io::AsyncWrite as _;
 use crate::body::ResponseBody;
 use crate::linger::LingerState;
 use crate::local_response::{self, HttpError};
+use crate::proxy_protocol::{NOT_LISTED, is_header};
 use crate::rejections::{HeadRejections, RejectionReason};
 use crate::socket::ClientSocket;
 use crate::stream::ClientStream;
@@ -112,7 +113,12 @@ impl<S: ConnectionService> ClientConnection<S> {
                 true
             }
             ConnectionPhase::Head => {
-                let Some(parts) = self.take_parts().filter(|parts| !parts.read_buf.is_empty()) else { return true };
+                let Some(parts) = self.take_parts().filter(|parts| !parts.read_buf.is_empty()) else {
+                    if is_displaced {
+                        self.rejections.record_silent(self.ip);
+                    }
+                    return true;
+                };
                 let (mut stream, _) = parts.io.into_inner().into_parts();
                 let too_many = is_displaced || self.watch.is_ended_for(EndReason::HeadBytes);
                 let error = if too_many { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
@@ -141,10 +147,13 @@ impl<S: ConnectionService> ClientConnection<S> {
 
     /// Records a head that the HTTP library can't read. Returns the response, if the library has given a status.
     #[cold]
-    fn reject_head(&self, error: &hyper::Error, status: Option<StatusCode>) -> Bytes {
+    fn reject_head(&self, error: &hyper::Error, status: Option<StatusCode>, head: &[u8]) -> Bytes {
         let is_too_large = error.is_parse_too_large();
         let reason = if is_too_large { RejectionReason::HeadSize } else { RejectionReason::Head };
-        let why = format!("the request's head can't be read: {error}");
+        let why = match is_header(head) {
+            true => NOT_LISTED.to_owned(),
+            false => format!("the request's head can't be read: {error}"),
+        };
         self.rejections.record(self.ip, reason, status, &why);
         status.map_or_else(Bytes::new, |status| local_response::raw_error_response(status, &why))
     }
@@ -222,10 +231,11 @@ impl<S: ConnectionService> Future for ClientConnection<S> {
                             }
                         };
                         if let Some(parts) = this.take_parts().filter(|_| lingers) {
-                            let (stream, status) = parts.io.into_inner().into_parts();
+                            let Parts { io, read_buf, .. } = parts;
+                            let (stream, status) = io.into_inner().into_parts();
                             let response = match &ended {
                                 Ok(()) => Bytes::new(),
-                                Err(error) => this.reject_head(error, status),
+                                Err(error) => this.reject_head(error, status, &read_buf),
                             };
                             this.start_closing(stream, response);
                         }

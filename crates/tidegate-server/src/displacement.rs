@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn of_silent_connections_those_of_the_largest_client_go_first() {
         let watchdog = new_watchdog(true);
-        let clients = ClientLimit::new("inbound", 8, 64, Networks::default());
+        let clients = ClientLimit::new(8, 64, Networks::default());
         let mut connect = |ip: &str| watchdog.add_connection(clients.acquire(ip.parse().unwrap()).unwrap());
         let opened =
             ["192.0.2.1", "2001:db8::1", "2001:db8::2", "192.0.2.2", "2001:db8::3", "2001:db8::4"].map(&mut connect);

@@ -231,6 +231,9 @@ impl<S: ConnectionService> Future for Http2Connection<S> {
             }
             let must_end = watch.must_end_phase();
             if must_end && (!is_between_requests || watch.is_ended_for(EndReason::Displaced)) {
+                if watch.is_ended_for(EndReason::Displaced) && this.streams.total.load(Relaxed) == 0 {
+                    rejections.record_silent(*ip);
+                }
                 return Poll::Ready(());
             }
             if *this.is_shutting_down {

@@ -458,30 +458,30 @@ impl ListenerConfigs<'_> {
             header_bytes: caps.header_bytes,
             headers: caps.headers,
             forwards: true,
-            ..self.limits("inbound", &inbound.listen, self.caps.inbound, caps.connections_per_client)
+            ..self.limits(&inbound.listen, self.caps.inbound, caps.connections_per_client)
         };
         (&inbound.listen, config)
     }
 
     fn outbound(&self) -> Option<(&ListenConfig, ListenerConfig)> {
         let outbound = self.policy.outbound()?;
-        let limits = self.limits("outbound", &outbound.listen, self.caps.outbound, outbound.connections_per_client);
+        let limits = self.limits(&outbound.listen, self.caps.outbound, outbound.connections_per_client);
         Some((&outbound.listen, ListenerConfig { forwards: true, ..limits }))
     }
 
     fn api(&self) -> (&ListenConfig, ListenerConfig) {
         let api = self.policy.api();
-        (&api.listen, self.limits("api", &api.listen, self.caps.api, api.connections_per_client))
+        (&api.listen, self.limits(&api.listen, self.caps.api, api.connections_per_client))
     }
 
     fn rls(&self) -> Option<(&ListenConfig, ListenerConfig)> {
         let rls = self.policy.rls()?;
-        Some((&rls.listen, self.limits("rls", &rls.listen, self.caps.rls, rls.connections_per_client)))
+        Some((&rls.listen, self.limits(&rls.listen, self.caps.rls, rls.connections_per_client)))
     }
 
     fn resp(&self) -> Option<(&ListenConfig, ListenerConfig)> {
         let resp = self.policy.resp()?;
-        let mut config = self.limits("resp", &resp.listen, self.caps.resp, resp.connections_per_client);
+        let mut config = self.limits(&resp.listen, self.caps.resp, resp.connections_per_client);
         // Pools of clients keep connections for as long as they like, as with Redis.
         config.timeouts.idle = MAX_IDLE;
         Some((&resp.listen, config))
@@ -489,21 +489,15 @@ impl ListenerConfigs<'_> {
 
     fn admin(&self) -> (&ListenConfig, ListenerConfig) {
         let admin = self.policy.admin();
-        (&admin.listen, self.limits("admin", &admin.listen, self.caps.admin, admin.connections_per_client))
+        (&admin.listen, self.limits(&admin.listen, self.caps.admin, admin.connections_per_client))
     }
 
     /// The limits of a listener, as far as no section says otherwise.
-    fn limits(
-        &self,
-        section: &'static str,
-        listen: &ListenConfig,
-        cap: ConnectionCap,
-        per_client: Option<usize>,
-    ) -> ListenerConfig {
+    fn limits(&self, listen: &ListenConfig, cap: ConnectionCap, per_client: Option<usize>) -> ListenerConfig {
         let InboundConfig { timeouts, caps, forwarding, .. } = self.policy.inbound();
         let ipv6_prefix = self.policy.plan().ipv6_prefix();
-        let client_limit = per_client
-            .map(|most| ClientLimit::new(section, cap.of_client(most), ipv6_prefix, forwarding.trusted.clone()));
+        let client_limit =
+            per_client.map(|most| ClientLimit::new(cap.of_client(most), ipv6_prefix, forwarding.trusted.clone()));
         ListenerConfig {
             connections: cap.connections,
             client_limit,

@@ -15,14 +15,14 @@ use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tidegate_policy::{InboundTimeouts, ListenAddress, ListenConfig, canonical_ip};
 
-use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
+use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError, reject_connection};
 use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
 use crate::http2::{Http2Client, Http2Connection, Http2Settings};
 use crate::listen_socket::{Accepted, ListenSocket};
 use crate::local_response;
 use crate::preface::{OpenedStream, PlainText, Preface, PrefaceReader, TlsClient};
-use crate::rejections::HeadRejections;
+use crate::rejections::{HeadRejections, RejectionReason};
 use crate::socket::ClientSocket;
 use crate::stream::ClientStream;
 use crate::tls::ListenerTls;
@@ -271,8 +271,16 @@ impl ConnectionStarter {
         match clients.acquire(address.ip()) {
             Ok(slot) => Some(slot),
             Err(TooManyConnectionsError) => {
-                let answered = self.config.preface.tls_of(stream).is_none().then_some(stream);
-                clients.reject_connection(answered, address.ip(), &self.watchdog);
+                let why = format!(
+                    "more than {} connections of one address (connections_per_client)",
+                    clients.max_connections
+                );
+                let is_answered = self.config.preface.tls_of(stream).is_none();
+                if is_answered {
+                    reject_connection(stream, &why);
+                }
+                let (ip, status) = (canonical_ip(address.ip()), StatusCode::SERVICE_UNAVAILABLE);
+                self.rejections.record(ip, RejectionReason::ClientConnections, is_answered.then_some(status), &why);
                 None
             }
         }

@@ -12,7 +12,7 @@ use tokio::io::ReadBuf;
 
 use crate::http2;
 use crate::local_response::HttpError;
-use crate::proxy_protocol::read_header;
+use crate::proxy_protocol::{NOT_LISTED, read_header};
 use crate::rejections::{HeadRejections, RejectionReason};
 use crate::stream::ClientStream;
 use crate::tls::{HANDSHAKE_RECORD, ListenerTls, client_subject};
@@ -75,7 +75,7 @@ impl PrefaceReader<'_> {
     /// Reads the header of the PROXY protocol, and returns the address of the client. `None` if there is no valid
     /// header in time.
     pub(crate) async fn read_proxy_header(&self, stream: &mut ClientStream, peer: SocketAddr) -> Option<SocketAddr> {
-        self.first_byte(stream).await?;
+        self.first_byte(stream, peer).await?;
         self.watch.head.has_begun.set(true);
         let client = self.read(read_header(stream), peer, RejectionReason::ProxyHeader, "the header").await?;
         Some(client.unwrap_or(peer))
@@ -90,15 +90,18 @@ impl PrefaceReader<'_> {
         let Some(tls) = self.preface.tls_of(&stream) else {
             let is_http2 = match self.preface.http2 {
                 Http2Mode::Always => {
-                    self.first_byte(&stream).await?;
+                    self.first_byte(&stream, address).await?;
                     self.until_ended(stream.starts_with(http2::PREFACE_START)).await?
                 }
                 Http2Mode::Never | Http2Mode::Tls => false,
             };
             return Some(Ok(OpenedStream { stream, address, tls: None, is_http2 }));
         };
-        if self.first_byte(&stream).await? != HANDSHAKE_RECORD {
-            let (ip, why) = (canonical_ip(address.ip()), "the connection doesn't begin with TLS");
+        let first = self.first_byte(&stream, address).await?;
+        if first != HANDSHAKE_RECORD {
+            let is_proxy_header = first == b'P' && self.until_ended(stream.starts_with(b"PROXY ")).await?;
+            let why = if is_proxy_header { NOT_LISTED } else { "the connection doesn't begin with TLS" };
+            let ip = canonical_ip(address.ip());
             self.rejections.record(ip, RejectionReason::PlainHttp, Some(StatusCode::BAD_REQUEST), why);
             return Some(Err(PlainText(stream)));
         }
@@ -111,7 +114,7 @@ impl PrefaceReader<'_> {
 
     /// Waits for the first byte, and leaves it in the stream. `None` if the client ends without one: health checks and
     /// browsers open connections that they don't use.
-    async fn first_byte(&self, stream: &ClientStream) -> Option<u8> {
+    async fn first_byte(&self, stream: &ClientStream, peer: SocketAddr) -> Option<u8> {
         if let Some(byte) = self.until_ended(stream.peek_byte()).await {
             return byte;
         }
@@ -120,7 +123,12 @@ impl PrefaceReader<'_> {
         if !self.watch.is_aborted() {
             stream.read_now(&mut buf, RecvFlags::PEEK);
         }
-        buf.filled().first()?;
+        if buf.filled().is_empty() {
+            if self.watch.is_ended_for(EndReason::Displaced) {
+                self.rejections.record_silent(canonical_ip(peer.ip()));
+            }
+            return None;
+        }
         self.watch.note_received(0);
         // The byte has arrived, but the runtime hasn't noticed it yet.
         stream.peek_byte().await.ok()?

@@ -15,6 +15,9 @@ const SIGNATURE_BYTES: usize = 12;
 /// The size of version 2's signature and length.
 const V2_HEAD_BYTES: usize = 16;
 
+/// The reason for which a connection that begins with a header is refused if none is expected.
+pub(crate) const NOT_LISTED: &str = "a header of the PROXY protocol, from a peer that isn't in proxy_protocol";
+
 /// The reason why a header can't be believed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HeaderError {
@@ -26,6 +29,12 @@ pub(crate) enum HeaderError {
     TooLong(usize),
     #[error("the header is invalid: {0}")]
     Invalid(String),
+}
+
+/// True if a connection begins with a header, or with what is left of it without its first line ends, as version 2 has.
+pub(crate) fn is_header(bytes: &[u8]) -> bool {
+    let bytes = bytes.trim_ascii_start();
+    bytes.starts_with(b"PROXY ") || bytes.starts_with(v2::PROTOCOL_PREFIX.trim_ascii_start())
 }
 
 /// Reads a header, and not one byte more. Returns the address of the client; `None` if the header says that the load

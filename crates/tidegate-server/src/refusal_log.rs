@@ -260,6 +260,7 @@ fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decisi
     tracing::info!(
         action = plan.action_names(actions).map(display),
         limit = decision.bound_by.map(|id| display(plan.limit_info(id).name())),
+        reason = decision.reason.as_str(),
         ip = query.ip.map(display),
         key = query.key.map(MaskedKey).map(display),
         method = query.method.map(EscapedText).map(display),

@@ -20,7 +20,8 @@ pub(crate) enum RejectionReason {
     HeadSize,
     /// The head of the request took too long to arrive.
     HeadTimeout,
-    /// The unfinished heads and handshakes of all connections took too many bytes, or a new one needed the place.
+    /// The unfinished heads and handshakes of all connections took too many bytes, or a new connection needed the place of one
+    /// without a request.
     HeadDisplaced,
     /// The body is framed in a way that servers read differently, or in an unknown one.
     Framing,
@@ -60,10 +61,12 @@ pub(crate) enum RejectionReason {
     Streams,
     /// The connection to a TLS port begins with something else than TLS, such as plain HTTP.
     PlainHttp,
+    /// The client's address has the maximum number of connections.
+    ClientConnections,
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 23] = [
+    pub(crate) const ALL: [Self; 24] = [
         Self::Head,
         Self::HeadSize,
         Self::HeadTimeout,
@@ -87,6 +90,7 @@ impl RejectionReason {
         Self::Question,
         Self::Streams,
         Self::PlainHttp,
+        Self::ClientConnections,
     ];
     pub(crate) const COUNT: usize = Self::ALL.len();
 
@@ -116,6 +120,7 @@ impl RejectionReason {
             Self::Question => "question",
             Self::Streams => "streams",
             Self::PlainHttp => "plain_http",
+            Self::ClientConnections => "client_connections",
         }
     }
 }
@@ -169,5 +174,10 @@ impl HeadRejections {
         let query = Query { ip: Some(ip), ..Query::default() };
         self.refusals.log_rejection(self.access_log.now(), reason, &query, why, &AccessSlot::default());
         self.access_log.log_unread_head(self.listener, ip, reason, status);
+    }
+
+    /// Records that a new connection takes the place of one that has sent nothing.
+    pub(crate) fn record_silent(&self, ip: IpAddr) {
+        self.record(ip, RejectionReason::HeadDisplaced, None, "the connection is silent, and its place is needed");
     }
 }

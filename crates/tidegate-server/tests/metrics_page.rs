@@ -44,7 +44,7 @@ line if it was for a trial, and a form of the dashboard without the number of it
 | `head` | its head can't be read as HTTP/1.1: an invalid target, header, `Content-Length` or version | 400 |
 | `head_size` | its head has too many bytes or lines, or its target is too long | 431, 414 |
 | `head_timeout` | its head took longer than `inbound.timeouts.header` | 408 |
-| `head_displaced` | its unfinished head or TLS handshake took the place or the memory that others needed | 503; none in a handshake |
+| `head_displaced` | its unfinished head or TLS handshake took the place or the memory that others needed, or its connection the place without a request | 503; none in a handshake or before the first byte |
 | `framing` | it has both `Content-Length` and `Transfer-Encoding`, a line that ends with LF alone, or a coding other than `chunked` | 400 |
 | `target` | its target is neither a path nor an http URL | 400 |
 | `method` | `CONNECT` or `TRACE` | 405 |
@@ -59,9 +59,10 @@ line if it was for a trial, and a form of the dashboard without the number of it
 | `http2` | its client breaks the rules of HTTP/2, or breaks off most of its requests | none; the connection is closed |
 | `streams` | its client, or all clients of the listener, have too many requests of HTTP/2 at once | 503 |
 | `plain_http` | it comes to a TLS port without TLS | 400 |
+| `client_connections` | its connection is over the listener's `connections_per_client` | 503; none with TLS |
 
 Forward-auth answers with `api.deny_status` instead of 400. Not counted here: requests without a valid token to the gateway (407), decision requests with wrong fields (400, 404), paths and options that the gateway can't use (400, 404),
-connections over the cap of one client (503, a line of their own), and connections that end without an answer. Bodies that break off,
+and connections that end without an answer for another reason. Bodies that break off,
 are too slow or too large (400, 408, 413) come after the decision and count as decided.
 
 ## Useful queries

@@ -12,7 +12,7 @@ use tidegate_policy::KeySeed;
 
 use tokio::net::TcpListener;
 
-use crate::common::{Echo, HELLO, Peer, Running, body, get, header, nobody, policy, post, serve, start, status};
+use crate::common::{Echo, HELLO, Peer, Running, body, get, header, nobody, once, policy, post, serve, start, status};
 
 #[tokio::test]
 async fn header_size_and_count_are_capped() {
@@ -111,6 +111,10 @@ async fn idle_connections_are_displaced_by_new_ones() {
     }
     assert!(silent[0].ends().await, "the first to come and say nothing is the first to go");
     assert_eq!(status(&others[149].ask(get("/")).await), 200, "the last to be served stays");
+    let page = once(gate.admin, get("/metrics")).await;
+    let displaced = "tidegate_rejections_total{reason=\"head_displaced\"} ";
+    let count = page.lines().find_map(|line| line.strip_prefix(displaced)).unwrap();
+    assert!((50..=100).contains(&count.parse::<u32>().unwrap()), "{count}");
 }
 
 #[tokio::test]

@@ -42,6 +42,17 @@ async fn hostile_text_is_escaped_and_secrets_are_masked() {
 }
 
 #[tokio::test]
+async fn refusals_log_their_reason() {
+    let (lines, _guard) = capture("text");
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, &format!("[inbound]\ndeny = [\"127.0.0.1\"]\n{NO}")).await;
+    assert_eq!(status(&once(gate.inbound, crate::common::get("/")).await), 403);
+    let text = lines.text();
+    let refused = text.lines().find(|line| line.contains("refused ")).unwrap();
+    assert!(refused.contains("reason=\"deny_list\""), "{refused}");
+}
+
+#[tokio::test]
 async fn refusals_log_at_most_ten_lines_per_second() {
     let (lines, _guard) = capture("text");
     let upstream = Echo::start(HELLO).await;

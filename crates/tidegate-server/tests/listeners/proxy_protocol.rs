@@ -44,7 +44,11 @@ async fn connections_without_a_valid_header_are_closed() {
 async fn headers_of_other_peers_are_not_believed() {
     let gate = start("[inbound]\nproxy_protocol = \"192.0.2.0/24\"\n").await;
     let reply = exchange(gate.inbound, format!("PROXY TCP4 192.0.2.1 10.0.0.1 1 2\r\n{LAST_REQUEST}").as_bytes()).await;
-    assert!(reply.starts_with("HTTP/1.1 400 "), "{reply}");
+    let hint = "a header of the PROXY protocol, from a peer that isn't in proxy_protocol";
+    assert!(reply.starts_with("HTTP/1.1 400 ") && reply.contains(hint), "{reply}");
+    let second = [b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c", &[1; 12][..], LAST_REQUEST.as_bytes()].concat();
+    let reply = exchange(gate.inbound, &second).await;
+    assert!(reply.starts_with("HTTP/1.1 400 ") && reply.contains(hint), "{reply}");
     let reply = exchange(gate.inbound, LAST_REQUEST.as_bytes()).await;
     assert!(reply.starts_with("HTTP/1.1 200 ") && reply.contains("x-forwarded-for: 127.0.0.1\r\n"), "{reply}");
 }
@@ -63,6 +67,7 @@ async fn connections_per_client_count_the_headers_address() {
     assert_eq!(&reply, b"HTTP/1.1 200");
     let reply = exchange(gate.inbound, format!("{header}{LAST_REQUEST}").as_bytes()).await;
     assert!(reply.starts_with("HTTP/1.1 503 "), "{reply}");
+    assert_eq!(rejections(gate, "client_connections").await, 1);
 }
 
 #[tokio::test]
