@@ -142,7 +142,7 @@ pub struct InboundTimeouts {
     pub connect: Duration,
     /// The time until the head of the upstream's response. Default 60 s.
     pub response: Duration,
-    /// The time for which a connection without a request is kept. Default 75 s.
+    /// The time for which a connection is kept between two requests. Default 75 s.
     pub idle: Duration,
     /// The time for which a shutdown waits for requests in flight. Default 30 s.
     pub shutdown: Duration,

@@ -97,11 +97,11 @@ setting_keys! {
     }
 
     TIMEOUTS: TimeoutKeys {
-        header: Duration = "10s", DURATION, "the time for the head of a request to arrive";
+        header: Duration = "10s", DURATION, "the time for the head of a request to arrive, from its first byte; for the first one from the start of the connection, or the end of the handshake";
         body: Duration = "30s", DURATION, "the time between two pieces of a body, of a request or a reply";
         connect: Duration = "5s", DURATION, "the time for connecting to the upstream";
         response: Duration = "60s", DURATION, "the time until the head of the upstream's answer";
-        idle: Duration = "75s", DURATION, "the time for which a connection without a request is kept";
+        idle: Duration = "75s", DURATION, "the time for which a connection is kept between two requests";
         shutdown: Duration = "30s", DURATION, "the time that a shutdown waits for requests in flight";
     }
 
