@@ -3,24 +3,47 @@
 #![no_main]
 
 use std::hint::black_box;
+use std::pin::pin;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use http::header::COOKIE;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use libfuzzer_sys::fuzz_target;
+use prost::Message as _;
 use rustix::time::{ClockId, clock_gettime};
 use tidegate::Gate;
 use tidegate_policy::{Forwarding, ForwardingHeader, Networks, Policy, PolicySources, Query};
 
+use self::authz_messages::CheckRequest;
+use self::decision_request::DecisionRequest;
+use self::frame_parser::FrameParser;
+use self::proxy_protocol::read_header;
+use self::rls_messages::RateLimitRequest;
+
+#[path = "../../crates/tidegate-server/src/wire/ext_authz/messages.rs"]
+mod authz_messages;
+#[path = "../../crates/tidegate-server/src/wire/decision_request.rs"]
+#[allow(dead_code, reason = "the server uses the rest")]
+mod decision_request;
+#[path = "../../crates/tidegate-server/src/http2/frame_parser.rs"]
+#[allow(dead_code, reason = "the server uses the rest")]
+mod frame_parser;
 #[path = "../../crates/tidegate-server/src/wire/resp/parser.rs"]
 mod parser;
+#[path = "../../crates/tidegate-server/src/proxy_protocol.rs"]
+#[allow(dead_code, reason = "the server uses the rest")]
+mod proxy_protocol;
+#[path = "../../crates/tidegate-server/src/wire/rls/messages.rs"]
+#[allow(dead_code, reason = "the server uses the rest")]
+mod rls_messages;
 
 /// A place at which clients' text is read: its name, and the work on a text.
 type Door = (&'static str, fn(&str));
 
-const DOORS: [Door; 8] = [
+const DOORS: [Door; 16] = [
     ("path", |text| check(0, Some(text), None)),
     ("path of a Windows server", |text| check(1, Some(text), None)),
     ("normalised path", |text| drop(black_box(POLICIES[2].0.forwarded_path(text)))),
@@ -44,6 +67,27 @@ const DOORS: [Door; 8] = [
             }
         }
     }),
+    ("header of joined lines", |text| {
+        let headers = headers((HeaderName::from_static("x-tenant"), text));
+        decide(0, &Query { headers: Some(&headers), headers_are_joined: true, ..keyed() });
+    }),
+    ("host", |text| decide(0, &Query { host: Some(text), path: Some("/host"), ..keyed() })),
+    ("reservation", |text| decide(0, &Query { reservation: Some(text), path: Some("/reserved"), ..keyed() })),
+    ("JSON of the decision API", |text| {
+        if let Ok(request) = DecisionRequest::from_json(text.as_bytes()) {
+            decide(0, &request.query());
+        }
+    }),
+    ("message of the rate limit service", |text| drop(black_box(RateLimitRequest::decode(text.as_bytes())))),
+    ("message of the authorization service", |text| drop(black_box(CheckRequest::decode(text.as_bytes())))),
+    ("PROXY header", |text| {
+        let mut bytes = text.as_bytes();
+        let header = pin!(read_header(&mut bytes));
+        let _ = black_box(header.poll(&mut Context::from_waker(Waker::noop())));
+    }),
+    ("frames of HTTP/2", |text| {
+        black_box(FrameParser::new(0).join_data(&mut text.as_bytes().to_vec(), |_| {}));
+    }),
 ];
 
 /// The longest input: that of a request's head in most servers.
@@ -65,6 +109,9 @@ static POLICIES: LazyLock<[(std::sync::Arc<tidegate_policy::Plan>, Gate); 3]> = 
              [inbound.action.login]\nmatch = {{ path = \"/login\" }}\nlimit = \"1000000 per 1s\"\n\
              [inbound.action.keys]\nmatch = {{ path = \"/keys\" }}\nlimit = \"1000000 per 1s\"\n\
              key = [\"cookie:c\", \"query:q\", \"header:x-tenant\"]\n\
+             [inbound.action.host]\nmatch = {{ path = \"/host\" }}\nlimit = \"1000000 per 1s\"\nkey = \"host\"\n\
+             [inbound.action.reserved]\nmatch = {{ path = \"/reserved\" }}\nkey = \"action\"\nlimit = \"1000/s\"\n\
+             reserve = {{ grace = \"1s\" }}\n\
              [inbound.action.rest]\nmatch = {{ path = \"/*\" }}\nkey = [\"client_ip\", \"path\"]\n\
              limit = \"1000000 per 1s\"\n"
         );
@@ -79,9 +126,16 @@ fn headers((name, text): (HeaderName, &str)) -> HeaderMap {
 
 fn check(policy: usize, path: Option<&str>, header: Option<(HeaderName, &str)>) {
     let headers = header.map(headers).unwrap_or_default();
-    let ip = Some([203, 0, 113, 7].into());
-    let query = Query { ip, path, headers: Some(&headers), ..Query::default() };
-    black_box(POLICIES[policy].1.begin_check(&query).is_ok());
+    decide(policy, &Query { path, headers: Some(&headers), ..keyed() });
+}
+
+/// A request to the action with keys.
+fn keyed() -> Query<'static> {
+    Query { ip: Some([203, 0, 113, 7].into()), path: Some("/keys?q=1"), ..Query::default() }
+}
+
+fn decide(policy: usize, query: &Query<'_>) {
+    black_box(POLICIES[policy].1.begin_check(query).is_ok());
 }
 
 /// The processor's time, which other programs don't add to.

@@ -1,5 +1,6 @@
 //! HTTP/2 connections of clients. Each request is a stream, watched as an HTTP/1.1 connection is.
 
+mod frame_parser;
 mod frames;
 
 use std::convert::Infallible;
@@ -24,8 +25,9 @@ use parking_lot::Mutex;
 use pin_project_lite::pin_project;
 use tidegate_policy::is_same_host;
 
+use self::frame_parser::MAX_PIECE;
+pub(crate) use self::frame_parser::{FrameContent, FrameParser, PREFACE_BYTES};
 use self::frames::{COUNTED_PIECE, FrameCountingStream};
-pub(crate) use self::frames::{FrameContent, FrameParser, PREFACE_BYTES};
 use crate::body::{BoxError, ResponseBody};
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::ConnectionService;
@@ -48,8 +50,6 @@ const STREAM_WINDOW: u32 = 256 << 10;
 const CONNECTION_WINDOW: u32 = 1 << 20;
 /// The bytes of a response that are queued before the client reads them.
 const SEND_BUFFER: usize = 64 << 10;
-/// The most bytes of a response that are queued at a time, so that each time is progress: the size of a frame.
-const MAX_PIECE: usize = 16 << 10;
 /// From this number of streams on, a connection is ended if the client has broken off more than half of them. Envoy has
 /// the same values (`overload.premature_reset_total_stream_count`).
 const MIN_JUDGED_STREAMS: usize = 500;
