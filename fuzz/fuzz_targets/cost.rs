@@ -24,6 +24,7 @@ use self::proxy_protocol::read_header;
 use self::rls_messages::RateLimitRequest;
 
 #[path = "../../crates/tidegate-server/src/wire/ext_authz/messages.rs"]
+#[allow(dead_code, reason = "the server uses the rest")]
 mod authz_messages;
 #[path = "../../crates/tidegate-server/src/wire/decision_request.rs"]
 #[allow(dead_code, reason = "the server uses the rest")]
@@ -110,7 +111,7 @@ static POLICIES: LazyLock<[(std::sync::Arc<tidegate_policy::Plan>, Gate); 3]> = 
              [inbound.action.keys]\nmatch = {{ path = \"/keys\" }}\nlimit = \"1000000 per 1s\"\n\
              key = [\"cookie:c\", \"query:q\", \"header:x-tenant\"]\n\
              [inbound.action.host]\nmatch = {{ path = \"/host\" }}\nlimit = \"1000000 per 1s\"\nkey = \"host\"\n\
-             [inbound.action.reserved]\nmatch = {{ path = \"/reserved\" }}\nkey = \"action\"\nlimit = \"1000/s\"\n\
+             [inbound.action.reserved]\nmatch = {{ path = \"/reserved\" }}\nkey = \"action\"\nlimit = \"1000/s burst 50\"\n\
              reserve = {{ grace = \"1s\" }}\n\
              [inbound.action.rest]\nmatch = {{ path = \"/*\" }}\nkey = [\"client_ip\", \"path\"]\n\
              limit = \"1000000 per 1s\"\n"

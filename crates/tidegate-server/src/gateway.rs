@@ -244,7 +244,8 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         request: &mut Request<Incoming>,
         client: &ConnectionContext,
     ) -> Result<(&Mount<S, C>, CallOptions), Response<ResponseBody>> {
-        let has_token = request.uri().path_and_query().is_some_and(|path| self.access.is_token_in(path.as_str().as_bytes()));
+        let has_token =
+            request.uri().path_and_query().is_some_and(|path| self.access.is_token_in(path.as_str().as_bytes()));
         if has_token {
             client.watch.access.note(AccessEntry::hide_target);
         }

@@ -430,6 +430,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub(crate) fn release_unused(&self, batch: &Batch) {
         self.forget_hold(batch);
         if let Some(release) = batch.to_release(self.0.plan.limits()) {
+            if self.0.kept_permits.is_active() {
+                self.uncount_call(&release, false);
+            }
             self.end_hold(&release);
             self.submit(&release);
         }
@@ -447,7 +450,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         if let Some(holder) = decision.permit {
             hold_times.begin(holder, self.0.clock.now());
         } else if self.0.kept_permits.is_active() {
-            self.uncount_call(batch);
+            self.uncount_call(batch, false);
         }
         decision
     }
@@ -543,7 +546,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     pub(crate) fn end_hold(&self, batch: &Batch) {
         self.0.hold_times.end(batch, self.0.clock.now());
         if self.0.kept_permits.is_active() {
-            self.uncount_call(batch);
+            self.uncount_call(batch, true);
         }
     }
 

@@ -93,6 +93,34 @@ fn the_further_abandoned_calls_of_a_client_last_longest() {
     }
 }
 
+/// A client that waits for most of its calls has no reason to choose slow ones.
+#[test]
+fn permits_of_clients_with_a_timeout_are_kept_for_the_usual_time() {
+    let (gate, clock, _) = gate(FOUR);
+    for _ in 0..2 {
+        call(&gate, &clock, 100);
+        clock.advance(Span::from_secs(61));
+    }
+    let end_calls = |count| {
+        for _ in 0..count {
+            let permit = begin(&gate, "203.0.113.1").unwrap();
+            clock.advance(Span::from_millis(100));
+            drop(permit);
+        }
+    };
+    for abandoned in 1..10 {
+        drop(begin(&gate, "203.0.113.1").unwrap().keep());
+        clock.advance(Span::from_millis(200));
+        assert_eq!(free(&gate), 4, "{abandoned}");
+        end_calls(3);
+    }
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    end_calls(2);
+    drop(begin(&gate, "203.0.113.1").unwrap().keep());
+    clock.advance(Span::from_secs(29));
+    assert_eq!(free(&gate), 3, "it abandons more than a fourth of its calls");
+}
+
 /// A client can't take the places of abandoned calls from others by keys that it invents.
 #[test]
 fn one_client_has_a_bounded_number_of_abandoned_calls() {

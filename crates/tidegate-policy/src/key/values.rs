@@ -16,6 +16,7 @@
 //! | two lines of a header | each of them, and both joined by `, ` (Node.js) and by `,` (WSGI) |
 //! | a line that may be several lines, joined by a front server | the same of its parts |
 //! | `?a=x;token=y` | `&` is a separator, and `;` as well (Rack 2, Python before 3.10) |
+//! | `?token=y#z` | the query ends at `#`, or `#` is data (Django and Node.js behind a front server that passes it on) |
 //! | `Token`, `token[]`, `[token]`, `]token`, `token]`, `to.ken` for `to_ken` | one name, as ASP.NET, Rack 2, Express 4 and PHP read it |
 //! | `token.x`, `.token`, `?token`, only for parameters | one name, as `qs` and what removes a leading `?` read it |
 
@@ -243,11 +244,10 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
         }
     };
     let query = path.split_once('?').map_or("", |(_, query)| query);
-    let query = query.split_once('#').map_or(query, |(query, _)| query);
     for piece in query.as_bytes().split(|byte| *byte == b'&') {
         pair(piece);
-        if piece.contains(&b';') {
-            piece.split(|byte| *byte == b';').for_each(&mut pair);
+        if piece.iter().any(|byte| matches!(byte, b';' | b'#')) {
+            piece.split(|byte| matches!(byte, b';' | b'#')).for_each(&mut pair);
         }
     }
 }
@@ -429,7 +429,8 @@ mod tests {
         for (query, values) in [
             ("token=REAL", &["REAL"][..]),
             ("token=a&token=REAL", &["a", "REAL"]),
-            ("token=R%45AL&t%6Fken=REAL#token=z", &["REAL"]),
+            ("token=R%45AL&t%6Fken=REAL#x", &["REAL", "REAL#x"]),
+            ("token=x#&token=REAL", &["x#", "x", "REAL"]),
             ("Token=a&token[]=b&token[0]=c&+token=d", &["a", "b", "c", "d"]),
             ("a=1;token=REAL", &["REAL"]),
             ("[token]=a&%5Btoken%5D=b&[token][]=c&[token]x=d", &["a", "b", "c", "d"]),

@@ -50,6 +50,10 @@ enum WorkStage {
     /// Nothing was sent, or the upstream has said or shown that it doesn't work on it.
     #[default]
     None,
+    /// The connection has the request, which may show when the work is over, and has sent nothing of it.
+    Queued,
+    /// The request was abandoned before anything of it was sent.
+    Dropped,
     /// The request was sent, and nothing shows when the work is over.
     Sent,
     /// The request was sent over a connection that shows it.
@@ -61,12 +65,22 @@ enum WorkStage {
 }
 
 impl UpstreamWork {
-    /// Notes that the request is being sent. Returns the number of the attempt.
+    /// Notes that a connection is given the request. Returns the number of the attempt.
     pub(super) fn begin(&self, is_observed: bool) -> u32 {
         let state = &mut *self.0.lock();
-        state.stage = if is_observed { WorkStage::Observed } else { WorkStage::Sent };
+        state.stage = if is_observed { WorkStage::Queued } else { WorkStage::Sent };
         state.attempt += 1;
         state.attempt
+    }
+
+    /// Notes that the connection begins to send the request. Returns false if nothing may be sent, because the permit has
+    /// been given back.
+    fn start_sending(&self, attempt: u32) -> bool {
+        let state = &mut *self.0.lock();
+        if state.attempt == attempt && matches!(state.stage, WorkStage::Queued) {
+            state.stage = WorkStage::Observed;
+        }
+        state.attempt != attempt || !matches!(state.stage, WorkStage::Dropped)
     }
 
     /// Notes that the response has begun.
@@ -92,6 +106,10 @@ impl UpstreamWork {
         let stage = &mut self.0.lock().stage;
         match stage {
             WorkStage::None => permit.cancel(),
+            WorkStage::Queued | WorkStage::Dropped => {
+                *stage = WorkStage::Dropped;
+                permit.cancel();
+            }
             WorkStage::Answered => drop(permit),
             WorkStage::Observed => *stage = permit.keep().map_or(WorkStage::Sent, WorkStage::Abandoned),
             WorkStage::Sent | WorkStage::Abandoned(_) => drop(permit.keep()),
@@ -135,6 +153,14 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> ObservedStream<T> {
 
     fn stream(&mut self) -> Pin<&mut TokioIo<ReplyStream<T>>> {
         Pin::new(self.stream.as_mut().expect("invariant: it is there until it is dropped"))
+    }
+
+    /// Fails if the request was abandoned before anything of it was sent. The HTTP library may not know that yet.
+    fn start_sending(&self) -> std::io::Result<()> {
+        match &*self.work.lock() {
+            Some((work, attempt)) if !work.start_sending(*attempt) => Err(std::io::ErrorKind::BrokenPipe.into()),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -182,6 +208,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Read for ObservedStream
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Write for ObservedStream<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
+        self.start_sending()?;
         self.stream().poll_write(cx, bytes)
     }
 
@@ -202,6 +229,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static> Write for ObservedStrea
         cx: &mut Context<'_>,
         parts: &[std::io::IoSlice<'_>],
     ) -> Poll<std::io::Result<usize>> {
+        self.start_sending()?;
         self.stream().poll_write_vectored(cx, parts)
     }
 }
@@ -228,10 +256,22 @@ mod tests {
         }
     }
 
+    /// Otherwise a client that goes away at once would hold a permit for a lease without any work.
+    #[test]
+    fn a_request_of_which_nothing_was_sent_gives_its_permit_back() {
+        let (work, cancelled) = (UpstreamWork::default(), Arc::new(AtomicBool::new(false)));
+        let attempt = work.begin(true);
+        work.end_request(Box::new(UnkeptPermit(Arc::clone(&cancelled))));
+        assert!(cancelled.load(Ordering::Relaxed) && !work.is_observed(attempt));
+        assert!(!work.start_sending(attempt), "it must not be sent any more");
+        assert!(work.start_sending(attempt + 1), "the connection's next request");
+    }
+
     #[test]
     fn work_without_a_kept_permit_is_not_observed() {
         let work = UpstreamWork::default();
         let attempt = work.begin(true);
+        assert!(work.start_sending(attempt));
         work.end_request(Box::new(UnkeptPermit(Arc::default())));
         assert!(!work.is_observed(attempt));
     }

@@ -405,7 +405,8 @@ async fn a_silent_reply_resets_a_stream_whose_request_goes_on() {
     upload.send_data(Bytes::from_static(b"x"), false).unwrap();
     let mut reply = sent.await.unwrap().into_body();
     assert_eq!(reply.data().await.unwrap().unwrap(), "x");
-    let error = tokio::time::timeout(PATIENCE, reply.data()).await.expect("the end of the stream").unwrap().unwrap_err();
+    let error =
+        tokio::time::timeout(PATIENCE, reply.data()).await.expect("the end of the stream").unwrap().unwrap_err();
     assert_eq!(error.reason(), Some(h2::Reason::CANCEL));
     tokio::time::timeout(PATIENCE, upload_ended).await.expect("the upstream's request ends, too").unwrap();
 }

@@ -32,6 +32,9 @@ const MAX_CALLS_OF_CLIENT: (usize, usize) = (64, MAX_CALLS / 16);
 /// The time for which the calls of a client are counted after it has abandoned one. Ten times the longest for which a permit
 /// is kept: calls that a client begins before it abandons the first one are not counted, and it may repeat that.
 const COUNTED_TIME: Span = MAX_KEPT_TIME.times(10);
+/// The number of calls that end for each that is abandoned if a client merely has a time-out. Of a client with fewer, permits
+/// are kept for the whole time.
+const MIN_ENDED_PER_ABANDONED: u32 = 3;
 /// One client's share of a limit: one part of this many.
 const SHARES: u64 = 2;
 /// The shortest wait that a client beyond its share is told.
@@ -66,6 +69,9 @@ struct Client {
     counted_until: Time,
     /// The number of its abandoned calls that are kept or finished.
     abandoned: usize,
+    /// The numbers of its calls that were abandoned, and that ended otherwise, since they are counted.
+    abandoned_so_far: u32,
+    ended_so_far: u32,
     /// Those under which it has abandoned the last call.
     last_shares: Vec<ShareKey>,
 }
@@ -195,7 +201,16 @@ impl Calls {
         }
         let client = self.clients.entry(client).or_default();
         (client.counted_until, client.last_shares) = (now + COUNTED_TIME, shares.to_vec());
+        client.abandoned_so_far = client.abandoned_so_far.saturating_add(1);
         true
+    }
+
+    /// True if a client abandons so many of its calls that it may choose those that take longest.
+    fn abandons_many(&self, client: IpAddr, now: Time) -> bool {
+        self.clients
+            .get(&client)
+            .filter(|client| client.counted_until > now)
+            .is_some_and(|client| client.ended_so_far < client.abandoned_so_far.saturating_mul(MIN_ENDED_PER_ABANDONED))
     }
 
     fn insert(&mut self, holder: u64, call: CountedCall) {
@@ -382,12 +397,20 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// Counts the call of this batch no more.
+    /// Counts the call of this batch no more. `has_ended` is false if it was refused.
     #[cold]
-    pub(super) fn uncount_call(&self, batch: &Batch) {
-        if self.has_permits(batch) {
-            self.0.kept_permits.calls.lock().remove(batch.holder());
+    pub(super) fn uncount_call(&self, batch: &Batch, has_ended: bool) {
+        if !self.has_permits(batch) {
+            return;
         }
+        let calls = &mut *self.0.kept_permits.calls.lock();
+        if has_ended
+            && let Some(share) = calls.by_holder.get(&batch.holder()).and_then(|call| call.shares.first())
+            && let Some(client) = calls.clients.get_mut(&share.client)
+        {
+            client.ended_so_far = client.ended_so_far.saturating_add(1);
+        }
+        calls.remove(batch.holder());
     }
 
     /// Counts the call of this holder for another lease.
@@ -428,8 +451,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
             batch.ops_mut().iter_mut().for_each(|op| op.verb = Verb::Release);
         }
         let (max_of_client, calls) = (self.max_calls_of_client(), &mut kept_permits.calls.lock());
-        // A client that abandons several calls may choose those that take longest.
-        if abandoner.is_some_and(|client| calls.counts(client, now)) {
+        if abandoner.is_some_and(|client| calls.abandons_many(client, now)) {
             likely_end = ends_at;
         }
         let stage = CallStage::Kept { releases, likely_end, is_observed: true };
