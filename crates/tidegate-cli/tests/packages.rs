@@ -47,7 +47,9 @@ fn packaged_policy_passes_the_units_checks() {
         for check in checks {
             let (status, out, err) = output(check);
             assert_eq!((status, err.as_str()), (Some(0), ""), "{kind}");
-            assert!(out.contains("policy.toml: good\n\nevery call"), "{out}");
+            // The machine that runs the tests may have fewer file descriptors than the unit.
+            let notes = out.lines().filter(|line| line.starts_with("note:") && !line.contains("file descriptors"));
+            assert!(out.contains("policy.toml: good\n") && notes.count() == 0, "{out}");
         }
     }
 }

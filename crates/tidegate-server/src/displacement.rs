@@ -99,7 +99,10 @@ fn find_candidates(watchdog: &Watchdog) -> Vec<(Arc<ConnectionWatch>, CandidateS
             *weight = count.ilog2();
         }
     }
-    before_first.sort_unstable_by_key(|(weight, connection, _)| (Reverse(*weight), connection.number));
+    // A client of TLS needs a round trip between its first bytes and its first head.
+    before_first.sort_unstable_by_key(|(weight, connection, _)| {
+        (connection.watch.head.has_begun.get(), Reverse(*weight), connection.number)
+    });
     others.sort_unstable_by_key(|(_, connection, state)| {
         (state.kind, Reverse(now.wrapping_sub(state.since)), connection.number)
     });

@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::sync::Once;
 
 use http::header::HeaderName;
-use http::{Request, Response, StatusCode, Uri, Version};
+use http::{Method, Request, Response, StatusCode, Uri, Version};
 use hyper::body::Incoming;
 use tidegate::policy::{ListStatus, MatchedActions, Plan, Query, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
@@ -62,6 +62,20 @@ impl Default for ForwardAuthWarnings {
 /// Returns true if a request to this path belongs to forward-auth.
 pub(crate) fn is_forward_auth_path(path: &str) -> bool {
     path.strip_prefix(PATH_PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// The answer to a question of which a client has chosen the path.
+pub(crate) const MISDIRECTED: &str = "X-Forwarded-Method or X-Forwarded-Uri describes a request, as forward-auth does, which asks at /v1/auth: a \
+    client has chosen this path by a target such as x:http://host/path";
+
+/// True if a front server asks with a target that its client has chosen. Caddy writes the target of its client into the
+/// question if that is no path (`GET x:http://localhost/v1/openapi.json`), and takes any success as permission.
+pub(crate) fn is_misdirected<B>(request: &Request<B>) -> bool {
+    let is_proper = || {
+        let is_absolute = request.version() < Version::HTTP_2 && request.uri().scheme().is_some();
+        is_forward_auth_path(request.uri().path()) && !is_absolute
+    };
+    request.method() == Method::GET && original_request::is_described(request.headers()) && !is_proper()
 }
 
 /// Tells a front server if it may serve the original request. The status is 200, or the configured one for a refusal

@@ -96,6 +96,12 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ApiService<S, C> {
             let response = discard_body(&client.watch, request.into_body(), false, denial);
             return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
         }
+        if forward_auth::is_misdirected(&request) {
+            client.watch.enter(ConnectionPhase::Deciding);
+            let refused = error(StatusCode::BAD_REQUEST, forward_auth::MISDIRECTED);
+            let response = discard_body(&client.watch, request.into_body(), false, refused);
+            return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
+        }
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {
             // The most frequent request has no state but its body, so it needs no boxed future.
             client.watch.enter(ConnectionPhase::Upload);

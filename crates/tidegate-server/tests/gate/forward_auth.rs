@@ -57,6 +57,35 @@ async fn each_front_server_style_is_answered() {
     }
 }
 
+/// Caddy asks with its client's target if that is no path, such as `x:http://localhost/v1/openapi.json`.
+#[tokio::test]
+async fn a_client_cannot_choose_the_path_of_a_question() {
+    let gate = start(nobody(), FILE).await;
+    let described = "x-forwarded-method: GET\r\nx-forwarded-uri: x:http://localhost/v1/openapi.json\r\n";
+    for target in ["/v1/openapi.json", "http://localhost/v1/openapi.json", "http://localhost/v1/auth?action=account"] {
+        let ask = async |lines| {
+            let request = format!("GET {target} HTTP/1.1\r\nhost: localhost\r\n{lines}\r\n");
+            Peer::connect(gate.api).await.ask(request).await
+        };
+        let asked = ask(described).await;
+        assert_eq!(status(&asked), 400, "{target}: {asked}");
+        if target.ends_with("json") {
+            assert_eq!(status(&ask("").await), 200, "{target}");
+        }
+    }
+}
+
+/// nginx and Caddy pass raw letters on.
+#[tokio::test]
+async fn letters_beyond_ascii_are_judged() {
+    let gate = start(nobody(), &format!("{FILE}[inbound.global]\nlimit = \"2 per 1h\"\n")).await;
+    let mut front = Peer::connect(gate.api).await;
+    for expected in [200, 200, 429] {
+        let asked = front.ask(ask(&["x-forwarded-method: GET", "x-forwarded-uri: /\u{e9}"])).await;
+        assert_eq!(status(&asked), expected, "{asked}");
+    }
+}
+
 #[tokio::test]
 async fn the_status_of_a_refusal_is_configurable() {
     let gate = start(nobody(), &format!("{FILE}[api]\ndeny_status = 403\n")).await;

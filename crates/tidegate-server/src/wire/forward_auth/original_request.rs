@@ -19,6 +19,11 @@ const OTHER_TARGET: &str = "the path after /v1/auth, with the question's method 
     X-Forwarded-* or X-Original-* describe: one of them is the client's own; /v1/auth alone takes the description from \
     these headers, and /v1/auth?action=NAME names an action";
 
+/// True if the headers describe an original request, as Caddy and Traefik do.
+pub(super) fn is_described(headers: &HeaderMap) -> bool {
+    headers.contains_key(&X_FORWARDED_URI) || headers.contains_key(&X_FORWARDED_METHOD)
+}
+
 /// The path and query that a front server has appended to the path of forward-auth.
 pub(super) fn appended_path(question: &Uri) -> Option<&str> {
     let appended = question.path_and_query()?.as_str().strip_prefix(PATH_PREFIX)?;
@@ -74,10 +79,10 @@ fn single_value<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<
     let mut values = headers.get_all(name).iter();
     match (values.next(), values.next()) {
         (None, _) => Ok(None),
-        (Some(value), None) => match value.to_str() {
+        (Some(value), None) => match std::str::from_utf8(value.as_bytes()) {
             Ok("") => Ok(None),
             Ok(text) => Ok(Some(text)),
-            Err(_) => Err("a header that describes the request isn't plain text"),
+            Err(_) => Err("a header that describes the request isn't UTF-8"),
         },
         _ => Err("a header that describes the request is there twice"),
     }
