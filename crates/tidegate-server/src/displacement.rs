@@ -220,7 +220,7 @@ mod tests {
         let newest: Vec<_> = (0..2).map(|_| watchdog.add_connection(None)).collect();
         trickling.note_received(1);
         let mut queue = DisplacementQueue::default();
-        for next in [&silent, &trickling, &idle, &younger, &next_head, &lingering, &newest[0].0, &newest[1].0] {
+        for next in [&silent, &newest[0].0, &idle, &younger, &next_head, &lingering, &newest[1].0, &trickling] {
             assert!(queue.displace_one(&watchdog));
             assert!(next.is_ended_for(EndReason::Displaced));
         }

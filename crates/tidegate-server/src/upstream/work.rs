@@ -295,9 +295,14 @@ mod tests {
     async fn an_ended_connection_ends_only_its_own_observation() {
         let (work, current) = (Arc::<UpstreamWork>::default(), CurrentWork::default());
         let (near, far) = tokio::io::duplex(64);
-        *current.lock() = Some((Arc::clone(&work), work.begin(true)));
+        let send = || {
+            let attempt = work.begin(true);
+            assert!(work.start_sending(attempt));
+            attempt
+        };
+        *current.lock() = Some((Arc::clone(&work), send()));
         drop((ObservedStream::new(near, current), far));
-        let second = work.begin(true);
+        let second = send();
         tokio::task::yield_now().await;
         assert!(work.is_observed(second), "the first connection has ended");
         work.end_observation(second, false);
