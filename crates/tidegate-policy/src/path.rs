@@ -428,6 +428,12 @@ impl PathText {
 /// Ends the segment at the end of `out` with a slash, or removes a segment that is dropped.
 fn end_segment(out: &mut Vec<u8>, segment: &OpenSegment, reading: &Reading, is_last: bool) {
     let begin = segment.begin;
+    if begin == out.len() && !is_last {
+        if reading.slashes != SlashMode::Merged {
+            out.push(b'/');
+        }
+        return;
+    }
     if is_last && reading.trims_end {
         trim(out, begin);
     }
