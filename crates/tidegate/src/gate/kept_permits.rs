@@ -33,7 +33,7 @@ const MAX_CALLS_OF_CLIENT: (usize, usize) = (64, MAX_CALLS / 16);
 /// is kept: calls that a client begins before it abandons the first one are not counted, and it may repeat that.
 const COUNTED_TIME: Span = MAX_KEPT_TIME.times(10);
 /// The number of calls that end for each that is abandoned if a client merely has a time-out. Of a client with fewer, permits
-/// are kept for the whole time.
+/// are kept for the whole time. The first two abandoned calls may be chance.
 const MIN_ENDED_PER_ABANDONED: u32 = 3;
 /// One client's share of a limit: one part of this many.
 const SHARES: u64 = 2;
@@ -207,10 +207,9 @@ impl Calls {
 
     /// True if a client abandons so many of its calls that it may choose those that take longest.
     fn abandons_many(&self, client: IpAddr, now: Time) -> bool {
-        self.clients
-            .get(&client)
-            .filter(|client| client.counted_until > now)
-            .is_some_and(|client| client.ended_so_far < client.abandoned_so_far.saturating_mul(MIN_ENDED_PER_ABANDONED))
+        self.clients.get(&client).filter(|client| client.counted_until > now).is_some_and(|client| {
+            client.ended_so_far < client.abandoned_so_far.saturating_sub(1).saturating_mul(MIN_ENDED_PER_ABANDONED)
+        })
     }
 
     fn insert(&mut self, holder: u64, call: CountedCall) {
