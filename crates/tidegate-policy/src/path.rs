@@ -184,6 +184,11 @@ impl PathText {
         self.signs.binary_search_by_key(&at, |sign| sign.at).map_or(0, |index| self.signs[index].layers)
     }
 
+    /// An empty text with room for a form of this one.
+    fn empty(&self) -> Self {
+        Self { bytes: Vec::with_capacity(self.bytes.len()), signs: Vec::with_capacity(self.signs.len()) }
+    }
+
     fn push(&mut self, byte: u8, layers: u8) {
         if !is_data(byte) || layers > 0 && byte.is_ascii_hexdigit() {
             self.signs.push(PathSign { at: self.bytes.len(), byte, layers });
@@ -193,14 +198,11 @@ impl PathText {
 
     /// Returns the path with one more layer of escapes decoded, of those bytes that `which` accepts.
     pub(crate) fn decode_layer(&self, which: impl Fn(u8) -> bool) -> Self {
-        let (length, signs) = (self.bytes.len(), self.signs.len());
-        let mut decoded = Self { bytes: Vec::with_capacity(length), signs: Vec::with_capacity(signs) };
+        let mut decoded = self.empty();
         let (mut copied, mut rest) = (0, self.signs.as_slice());
         while let [sign, behind @ ..] = rest {
             rest = behind;
-            let escaped =
-                if sign.byte == b'%' { decode_escape(&self.bytes, sign.at).filter(|byte| which(*byte)) } else { None };
-            let Some(byte) = escaped else {
+            let Some(byte) = decode_escape(&self.bytes, sign.at).filter(|byte| which(*byte)) else {
                 decoded.signs.push(PathSign { at: decoded.bytes.len() + sign.at - copied, ..*sign });
                 continue;
             };
@@ -221,8 +223,7 @@ impl PathText {
 
     /// Returns the path in lower case, as [`fold_case`] does.
     pub(crate) fn folded(&self) -> Self {
-        let mut folded =
-            Self { bytes: Vec::with_capacity(self.bytes.len()), signs: Vec::with_capacity(self.signs.len()) };
+        let mut folded = self.empty();
         let mut copied = 0;
         for sign in &self.signs {
             fold_case(&self.bytes[copied..sign.at], &mut folded.bytes);
@@ -235,7 +236,7 @@ impl PathText {
 
     /// Returns the path without parameters: each goes from a `;` to the next slash.
     pub(crate) fn without_parameters(&self, quirks: PathQuirks) -> Self {
-        let mut left = Self { bytes: Vec::with_capacity(self.bytes.len()), signs: Vec::new() };
+        let mut left = self.empty();
         let (mut copied, mut is_in) = (0, false);
         for sign in &self.signs {
             if !is_in {

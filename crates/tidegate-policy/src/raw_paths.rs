@@ -33,8 +33,8 @@ pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks, budget: &mut WorkBudg
     let has_letter = |at: &usize| matches!(whole[*at], b'u' | b'U') && percent_u_sign(&whole[..*at]).is_some();
     let escapes = (0..whole.len()).filter(has_letter).count();
     budget.spend(UNICODE_ESCAPE_WORK * escapes)?;
-    for at in 0..texts.len() {
-        if escapes > 0 {
+    if escapes > 0 {
+        for at in 0..texts.len() {
             texts.extend(rewrite_percent_u(&texts[at]));
         }
     }
@@ -63,12 +63,12 @@ pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks, budget: &mut WorkBudg
 /// escapes: then slashes can be merged after decoding with the same result.
 fn merge_plain_slashes(text: &[u8]) -> Option<Vec<u8>> {
     // Counted and not searched: that takes a tenth of the time.
-    if text.windows(2).filter(|pair| pair[0] == b'/' && pair[1] == b'/').count() == 0 {
-        return None;
-    }
-    let mut merged = text.to_vec();
-    merged.dedup_by(|one, before| *one == b'/' && *before == b'/');
-    (merged.len() < text.len() && text.contains(&b'%')).then_some(merged)
+    let has_repeated = text.windows(2).filter(|pair| pair[0] == b'/' && pair[1] == b'/').count() > 0;
+    (has_repeated && text.contains(&b'%')).then(|| {
+        let mut merged = text.to_vec();
+        merged.dedup_by(|one, before| *one == b'/' && *before == b'/');
+        merged
+    })
 }
 
 /// Returns the text with `%6c` for each `%u006c`, and `%256c` for each `%25u006c`. Jetty 9.4 and old versions of IIS

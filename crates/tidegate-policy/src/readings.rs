@@ -129,39 +129,38 @@ impl WorkBudget {
     }
 }
 
-/// The budget of readings that are matched, and the work on each byte of one.
-pub(crate) fn matching(counts_by_path: bool) -> (WorkBudget, usize) {
-    (WorkBudget(if counts_by_path { MAX_WORK / 3 * 2 } else { MAX_WORK }), 1)
+/// The budget of readings that are matched.
+pub(crate) fn matching(counts_by_path: bool) -> WorkBudget {
+    WorkBudget(if counts_by_path { MAX_WORK / 3 * 2 } else { MAX_WORK })
 }
 
-/// Passes each reading of a path to `visit`, which does about `visit_work` units of work for each byte, and never one
-/// reading twice.
+/// Passes each reading of a path to `visit`, which matches it, and never one reading twice.
 ///
 /// # Errors
 /// The error of `visit`, or [`PathError::TooMany`] if the readings exceed the budget of work.
 pub(crate) fn each_reading(
     path: &str,
     quirks: PathQuirks,
-    (mut budget, visit_work): (WorkBudget, usize),
+    mut budget: WorkBudget,
     visit: ReadingCallback<'_>,
 ) -> Result<(), PathError> {
     if let Some([decoded, text]) = readings_of_plain_escapes(path.as_bytes(), quirks, &mut budget)? {
         visit(&decoded)?;
         return visit(&text);
     }
-    each_reading_by_search(path, quirks, (budget, visit_work), visit)
+    each_reading_by_search(path, quirks, budget, false, visit)
 }
 
 fn each_reading_by_search(
     path: &str,
     quirks: PathQuirks,
-    (mut budget, visit_work): (WorkBudget, usize),
+    mut budget: WorkBudget,
+    makes_keys: bool,
     visit: ReadingCallback<'_>,
 ) -> Result<(), PathError> {
     // No text that is read has more such bytes than the path, so no step exceeds the budget by more than it has.
     budget.spend(path.len() + STEP_WORK * path.bytes().filter(|byte| !is_data(*byte)).count())?;
-    let mut visitor =
-        ReadingVisitor { quirks, budget, visit_work, makes_keys: visit_work == KEY_WORK, seen: HashSet::new(), visit };
+    let mut visitor = ReadingVisitor { quirks, budget, makes_keys, seen: HashSet::new(), visit };
     for text in raw_paths(path.as_bytes(), quirks, &mut visitor.budget)? {
         let text = visitor.budget.text(text)?;
         visitor.visit_text(&text)?;
@@ -230,7 +229,6 @@ fn decode_plain_escapes(text: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
 struct ReadingVisitor<'s> {
     quirks: PathQuirks,
     budget: WorkBudget,
-    visit_work: usize,
     /// True if each reading is reduced to the coarsest form. What the next server reads has the same form.
     makes_keys: bool,
     /// The readings that were visited.
@@ -330,10 +328,11 @@ impl ReadingVisitor<'_> {
             if self.seen.contains(&path) {
                 continue;
             }
-            self.budget.spend(self.visit_work * (path.len() + READING_WORK))?;
+            let visit_work = if self.makes_keys { KEY_WORK } else { 1 };
+            self.budget.spend(visit_work * (path.len() + READING_WORK))?;
             if self.makes_keys {
                 let signs = path.iter().filter(|byte| !is_data(**byte)).count();
-                self.budget.spend(self.visit_work * STEP_WORK * signs)?;
+                self.budget.spend(KEY_WORK * STEP_WORK * signs)?;
             }
             (self.visit)(&path)?;
             let line = without_line_end(&path);
@@ -365,9 +364,8 @@ impl ReadingVisitor<'_> {
             } else if let Some(at) = parameters {
                 self.budget.spend(2 * path.len())?;
                 let segments: Vec<&[u8]> = path.split(|byte| *byte == b'/').map(without_parameter).collect();
-                for mut next in [segments.join(&b'/'), path[..at].to_vec()] {
-                    remove_last_slashes(&mut next);
-                    pending.push(next);
+                for next in [&*segments.join(&b'/'), &path[..at]] {
+                    pending.push(without_last_slashes(next).to_vec());
                 }
             }
             self.seen.insert(path);
@@ -376,9 +374,14 @@ impl ReadingVisitor<'_> {
     }
 }
 
-/// Removes the slashes at the end, except in `/` itself.
-fn remove_last_slashes(path: &mut Vec<u8>) {
-    while path.len() > 1 && path.pop_if(|last| *last == b'/').is_some() {}
+/// Returns the path without the slashes at its end, except in `/` itself.
+fn without_last_slashes(mut path: &[u8]) -> &[u8] {
+    while let [rest @ .., b'/'] = path
+        && !rest.is_empty()
+    {
+        path = rest;
+    }
+    path
 }
 
 fn without_parameter(segment: &[u8]) -> &[u8] {
@@ -409,10 +412,8 @@ fn without_line_end(path: &[u8]) -> &[u8] {
     let mut end = path.len();
     while let Some(shorter) = shorter(&path[..end]) {
         end = shorter;
-        // As in every reading, no slash stays at the end, except in `/` itself.
-        while end > 1 && path[end - 1] == b'/' {
-            end -= 1;
-        }
+        // As in every reading, no slash stays at the end.
+        end = without_last_slashes(&path[..end]).len();
     }
     &path[..end]
 }
@@ -485,7 +486,7 @@ pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Vec
     let coarsest = Reading::coarsest(quirks);
     let mut forms: ArrayVec<Vec<u8>, MAX_KEYS> = ArrayVec::new();
     let mut form = Vec::new();
-    each_reading_by_search(target, quirks, (budget, KEY_WORK), &mut |path| {
+    each_reading_by_search(target, quirks, budget, true, &mut |path| {
         let end = path.iter().position(|byte| matches!(byte, b'?' | b'#')).unwrap_or(path.len());
         let mut twice = PathText::new(path[..end].to_vec());
         if twice.bytes.contains(&b'%') {

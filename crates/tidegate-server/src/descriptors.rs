@@ -94,11 +94,7 @@ impl ConnectionCap {
 impl ConnectionCaps {
     /// Returns the caps of a policy in this process.
     pub(crate) fn of(policy: &Policy) -> Self {
-        let mut caps = Self::configured(policy);
-        if let Some(limit) = getrlimit(Resource::Nofile).current.filter(|limit| *limit < caps.needed(*limit)) {
-            caps.lower_to(limit);
-        }
-        caps
+        Shortage::of(policy).map_or_else(|| Self::configured(policy), |shortage| shortage.caps)
     }
 
     fn configured(policy: &Policy) -> Self {
@@ -184,7 +180,7 @@ impl Shortage {
         }
         let mut caps = configured;
         caps.lower_to(limit);
-        // What the other listeners need can't be set.
+        // No setting changes the needs of the other listeners.
         let others = configured.needed(limit) - configured.inbound.needed() - configured.outbound.needed();
         let settings =
             [("inbound.caps.connections", caps.inbound), ("outbound.connections", caps.outbound)].into_iter();

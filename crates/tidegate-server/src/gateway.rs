@@ -87,8 +87,8 @@ impl<S: Store, C: Clock> Clone for Mount<S, C> {
 }
 
 impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
-    /// Returns a gateway to these providers, each with pools of this many idle connections at most. It leaves out providers without a base URL. Connections to providers that
-    /// are the same, and the cache, are taken over from an earlier gateway.
+    /// Returns a gateway to these providers, each with pools of this many idle connections at most. It leaves out providers
+    /// without a base URL. Connections to providers that are the same, and the cache, are taken over from an earlier gateway.
     ///
     /// # Errors
     /// A credential can't be read, or the system has no root certificates.

@@ -52,8 +52,8 @@
 //! - **Connections of one client address** (IPv6: by `inbound.ipv6_prefix`) beyond `connections_per_client`: 503 and a
 //!   close; with TLS only a close. Loopback and trusted proxies are not counted.
 //! - **Descriptors**: the caps on connections are lower if the process may have too few, see [`descriptors`].
-//! - **Requests sent at once** (pipelining), and the descriptors of one request to the rate limit service: after 16 (over HTTP/1.1)
-//!   or 64 of them, or 16 KiB, other tasks have a turn.
+//! - **Requests sent at once** (pipelining), and the descriptors of one request to the rate limit service: after 16 (over
+//!   HTTP/1.1) or 64 of them, or 16 KiB, other tasks have a turn.
 //! - **Heads** that are too large or have too many lines: 431. **Slow heads**: 408. Unfinished heads take at most 32
 //!   MiB in total, without those of which no more than 8 KiB have arrived. Beyond that the oldest gets 503.
 //!   Unfinished TLS handshakes count as heads, and are closed without an answer.

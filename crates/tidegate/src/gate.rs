@@ -433,7 +433,6 @@ impl<S: Store, C: Clock> Gate<S, C> {
             if self.0.kept_permits.is_active() {
                 self.uncount_call(&release, false);
             }
-            self.end_hold(&release);
             self.submit(&release);
         }
     }

@@ -28,7 +28,7 @@ pub struct AttemptReport {
     /// True if the connection has switched protocols. Such a call may last for hours, so the adaptive limit doesn't count
     /// it.
     pub is_tunnel: bool,
-    /// True if nobody waits for the reply any more, although the provider may still work on the request: by default, if the
+    /// True if no caller waits for the reply any more, although the provider may still work on the request: by default, if the
     /// attempt was cancelled and its delivery is unknown. A driver sets it, too, if the time of the attempt was over. The
     /// request is then in flight until it is likely over, if a limit counts that.
     pub is_abandoned: bool,

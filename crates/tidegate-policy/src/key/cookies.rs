@@ -195,8 +195,12 @@ fn unescaped(quoted: &[u8], octal: bool) -> Vec<u8> {
 
 /// A name without the spaces and the quotes that some servers don't count as part of it.
 fn bare_name(name: &[u8]) -> &[u8] {
-    let name = trimmed(name);
-    name.strip_prefix(b"\"").and_then(|name| name.strip_suffix(b"\"")).unwrap_or(name)
+    unquoted(trimmed(name))
+}
+
+/// A text without a pair of quotes around it.
+pub(super) fn unquoted(text: &[u8]) -> &[u8] {
+    text.strip_prefix(b"\"").and_then(|text| text.strip_suffix(b"\"")).unwrap_or(text)
 }
 
 /// A text without the spaces around it and the commas at its end.

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use base64::Engine as _;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 
-use super::cookies::without_spaces;
+use super::cookies::{unquoted, without_spaces};
 use super::values::TooManyValues;
 
 const LENIENT: GeneralPurpose = GeneralPurpose::new(
@@ -50,7 +50,7 @@ pub(super) fn each_value<'q>(
             let first = rest.split(|byte| matches!(byte, b',' | b':' | b';' | b'\t')).next().unwrap_or(rest);
             let first = without_spaces(first);
             let token = first.strip_prefix(b"token=").unwrap_or(first);
-            add(b"Bearer", token.strip_prefix(b"\"").and_then(|token| token.strip_suffix(b"\"")).unwrap_or(token))
+            add(b"Bearer", unquoted(token))
         }
         _ => add(&scheme, rest),
     }

@@ -26,7 +26,7 @@ use std::ops::ControlFlow;
 use arrayvec::ArrayVec;
 use http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHORIZATION};
 
-use super::cookies::{self, trim_value, without_quotes, without_spaces};
+use super::cookies::{self, trim_value, unquoted, without_quotes, without_spaces};
 use super::credentials;
 use crate::path::{decode_all_escapes, decode_escape, decode_unicode_escape};
 
@@ -335,7 +335,7 @@ fn charsets_agree(mut content_type: &[u8], ascii_suffices: bool) -> bool {
         let Some(value) = content_type[at + NAME.len()..].trim_ascii_start().strip_prefix(b"=") else { return false };
         let end = value.iter().position(|byte| matches!(byte, b';' | b',')).unwrap_or(value.len());
         let charset = value[..end].trim_ascii().to_ascii_lowercase();
-        let charset = charset.strip_prefix(b"\"").and_then(|text| text.strip_suffix(b"\"")).unwrap_or(&charset);
+        let charset = unquoted(&charset);
         let is_like_ascii = || ascii_suffices && LIKE_ASCII.iter().any(|known| charset.starts_with(known));
         if !matches!(charset, b"utf-8" | b"utf8" | b"us-ascii") && !is_like_ascii() {
             return false;

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 fn readings(path: &str, quirks: PathQuirks) -> Vec<String> {
     let mut found = Vec::new();
-    let seen = each_reading(path, quirks, (WorkBudget(usize::MAX), 0), &mut |path| {
+    let seen = each_reading(path, quirks, WorkBudget(usize::MAX), &mut |path| {
         let path = String::from_utf8_lossy(path).into_owned();
         if !found.contains(&path) {
             found.push(path);
@@ -249,7 +249,6 @@ fn plain_escapes_are_read_as_by_the_full_search() {
             let mut visitor = ReadingVisitor {
                 quirks,
                 budget: WorkBudget(usize::MAX),
-                visit_work: 0,
                 makes_keys: false,
                 seen: HashSet::new(),
                 visit,

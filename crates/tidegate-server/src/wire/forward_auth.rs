@@ -65,8 +65,8 @@ pub(crate) fn is_forward_auth_path(path: &str) -> bool {
 }
 
 /// The answer to a question of which a client has chosen the path.
-pub(crate) const MISDIRECTED: &str = "X-Forwarded-Method or X-Forwarded-Uri describes a request, as forward-auth does, which asks at /v1/auth: a \
-    client has chosen this path by a target such as x:http://host/path";
+pub(crate) const MISDIRECTED: &str = "X-Forwarded-Method or X-Forwarded-Uri describes a request, as forward-auth does, \
+    which asks at /v1/auth: a client has chosen this path by a target such as x:http://host/path";
 
 /// True if a front server asks with a target that its client has chosen. Caddy writes the target of its client into the
 /// question if that is no path (`GET x:http://localhost/v1/openapi.json`), and takes any success as permission.

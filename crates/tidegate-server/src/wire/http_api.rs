@@ -88,18 +88,20 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ApiService<S, C> {
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let ApiConnection { api, context: client } = &*self.0;
         // Forward-auth skips the checks of browser headers, because front servers pass on their clients' headers.
-        if let Err(denied) = api.access.check(&request, client.address.ip())
-            && (denied == AccessError::Token || !forward_auth::is_forward_auth_path(request.uri().path()))
-        {
+        let is_let_pass =
+            |denied| denied != AccessError::Token && forward_auth::is_forward_auth_path(request.uri().path());
+        let refusal = match api.access.check(&request, client.address.ip()) {
+            Err(denied) if !is_let_pass(denied) => {
+                Some(api.access.denied_response(denied, &request, client, api.gate.clock().now()))
+            }
+            _ if forward_auth::is_misdirected(&request) => {
+                Some(error(StatusCode::BAD_REQUEST, forward_auth::MISDIRECTED))
+            }
+            _ => None,
+        };
+        if let Some(refusal) = refusal {
             client.watch.enter(ConnectionPhase::Deciding);
-            let denial = api.access.denied_response(denied, &request, client, api.gate.clock().now());
-            let response = discard_body(&client.watch, request.into_body(), false, denial);
-            return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
-        }
-        if forward_auth::is_misdirected(&request) {
-            client.watch.enter(ConnectionPhase::Deciding);
-            let refused = error(StatusCode::BAD_REQUEST, forward_auth::MISDIRECTED);
-            let response = discard_body(&client.watch, request.into_body(), false, refused);
+            let response = discard_body(&client.watch, request.into_body(), false, refusal);
             return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
         }
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {

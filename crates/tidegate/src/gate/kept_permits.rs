@@ -186,9 +186,9 @@ impl KeptPermits {
 }
 
 impl Calls {
-    /// True if the calls of this client are counted, because it has abandoned one in the last minutes.
-    fn counts(&self, client: IpAddr, now: Time) -> bool {
-        self.clients.get(&client).is_some_and(|client| client.counted_until > now)
+    /// The client of this address, if its calls are counted because it has abandoned one in the last minutes.
+    fn counted(&self, client: IpAddr, now: Time) -> Option<&Client> {
+        self.clients.get(&client).filter(|client| client.counted_until > now)
     }
 
     /// Counts the calls of a client from now on. If there is no room, the client whose calls would be counted for the
@@ -207,7 +207,7 @@ impl Calls {
 
     /// True if a client abandons so many of its calls that it may choose those that take longest.
     fn abandons_many(&self, client: IpAddr, now: Time) -> bool {
-        self.clients.get(&client).filter(|client| client.counted_until > now).is_some_and(|client| {
+        self.counted(client, now).is_some_and(|client| {
             client.ended_so_far < client.abandoned_so_far.saturating_sub(1).saturating_mul(MIN_ENDED_PER_ABANDONED)
         })
     }
@@ -334,9 +334,10 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let (client, now) = (self.client(ip), clock.now());
         let mut calls = kept_permits.calls.lock();
         let ended = kept_permits.take_ended(&mut calls, now);
-        if let Some(client) = client.filter(|client| calls.counts(*client, now)) {
+        if let Some(client) = client
+            && let Some(abandoned) = calls.counted(client, now).map(|client| client.abandoned)
+        {
             let shares = self.share_keys(batch, client);
-            let abandoned = calls.clients.get(&client).map_or(0, |client| client.abandoned);
             let is_full = abandoned >= MAX_CALLS_OF_CLIENT.0 && abandoned >= self.max_calls_of_client();
             let mut is_counted = !shares.is_empty() && calls.by_holder.len() < MAX_CALLS;
             for op in batch.ops_mut() {
@@ -366,7 +367,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let GateInner { kept_permits, plan, clock, .. } = &*self.0;
         let (share, client) = (self.share(limit), self.client(ip)?);
         let is_reduced = share < self.permits(limit)? && !plan.is_shadow(limit);
-        (is_reduced && kept_permits.calls.lock().counts(client, clock.now())).then_some(share)
+        (is_reduced && kept_permits.calls.lock().counted(client, clock.now()).is_some()).then_some(share)
     }
 
     /// Ends the shares that clients have of these limits, and that of this caller, because keys were reset.
