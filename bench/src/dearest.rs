@@ -1,7 +1,8 @@
 //! Measures the dearest requests that a client may send: the time from the request to its decision, or to the 400 that it
-//! gets.
+//! gets; and the decisions of others while clients abandon calls.
 
 use std::hint::black_box;
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::Instant;
 
 use http::header::{COOKIE, HeaderMap, HeaderName, HeaderValue};
@@ -76,6 +77,51 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
             on_row(row);
         }
     }
+    measure_kept_permits(options, on_row);
+}
+
+const IN_FLIGHT: &str = r#"
+    [inbound.action.report]
+    limit = "1000000 in flight"
+    key = "action"
+"#;
+/// The number of clients that abandon calls, and the calls of each: together all whose permits may be kept.
+const ABANDONING: (u32, usize) = (64, 64);
+/// The calls in one round.
+const CALLS: u32 = 10_000;
+
+/// Measures the row of calls in flight that others begin and end while permits are kept.
+fn measure_kept_permits(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
+    let name = "decision/kept-permits/T1".to_owned();
+    if !options.wants(&name) {
+        return;
+    }
+    let policy = Policy::load(PolicySources::new().file("bench", IN_FLIGHT)).expect("a valid policy");
+    let begin = |gate: &Gate, client: u32| {
+        let ip = Some(IpAddr::V4(Ipv4Addr::from_bits(0xcb00_7100 + client)));
+        let query = Query { action: Some("report"), ip, ..Query::default() };
+        let decision = gate.check_now(&query).expect("an action of the policy");
+        gate.hold_permit(&query, &decision).expect("an action of the policy").expect("enough permits for all")
+    };
+    let of_one_call = |gate: &Gate| {
+        let began = Instant::now();
+        (0..CALLS).for_each(|_| drop(black_box(begin(gate, ABANDONING.0))));
+        began.elapsed().as_nanos() as f64 / f64::from(CALLS)
+    };
+    let rounds = (0..options.rounds()).map(|_| {
+        let gate = Gate::new(&policy);
+        let without = of_one_call(&gate);
+        let abandoned = (0..ABANDONING.0).flat_map(|client| [client; ABANDONING.1]);
+        let begun: Vec<_> = abandoned.map(|client| begin(&gate, client)).collect();
+        begun.into_iter().for_each(|permit| drop(permit.keep()));
+        assert_eq!(gate.kept_permits(), ABANDONING.0 as usize * ABANDONING.1, "all are kept");
+        (of_one_call(&gate), without)
+    });
+    let (with, without) = rounds.unzip();
+    let mut row = BenchRow::new(name, FigureUnit::Nanoseconds);
+    row.push(OURS, with);
+    row.push("nothing kept", without);
+    on_row(row);
 }
 
 /// The least time of several: whatever else runs on the machine only adds to it.

@@ -213,7 +213,9 @@ impl Listener {
             }
             // An earlier leave would otherwise be mistaken for that of the displaced connection.
             let _ = watchdog.connection_left.notified().now_or_never();
-            if !self.starter.has_capacity() {
+            let is_full = !self.starter.has_capacity();
+            watchdog.is_full.set(is_full);
+            if is_full {
                 if displaced.is_empty() {
                     tokio::time::sleep(DISPLACEMENT_PAUSE).await;
                 }

@@ -137,13 +137,13 @@ pub(crate) fn set_connection_close<B>(response: &mut Response<B>) {
 }
 
 /// Ends a request. The connection is idle again, unless its response streams, its request is being discarded, or it was
-/// upgraded. While the server drains, the response is the connection's last.
+/// upgraded. While the server drains, or if the connection gives way to others, the response is its last.
 pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
     let phase = watch.phase();
     if !matches!(phase, ConnectionPhase::Linger | ConnectionPhase::Download | ConnectionPhase::Tunnel) {
         watch.enter(ConnectionPhase::Idle);
     }
-    if watch.is_draining() && phase != ConnectionPhase::Tunnel {
+    if (watch.is_draining() || watch.gives_way()) && phase != ConnectionPhase::Tunnel {
         set_connection_close(&mut response);
     }
     response

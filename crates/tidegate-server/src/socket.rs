@@ -44,6 +44,13 @@ impl ClientSocket {
         self.parse_error_status = status.and_then(|status| StatusCode::from_bytes(status).ok());
         self.parse_error_status.is_some()
     }
+
+    fn note_written(&self, written: &Poll<io::Result<usize>>) {
+        self.watch.response.is_unread.set(written.is_pending());
+        if matches!(written, Poll::Ready(Ok(_))) {
+            self.watch.touch();
+        }
+    }
 }
 
 /// The maximum size of a head and a body that are copied together. The system writes one piece faster than two.
@@ -106,9 +113,9 @@ impl AsyncWrite for ClientSocket {
         if self.hold_back_error_response(buf) {
             return Poll::Ready(Ok(buf.len()));
         }
-        let written = ready!(Pin::new(&mut self.stream).poll_write(cx, buf))?;
-        self.watch.touch();
-        Poll::Ready(Ok(written))
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.note_written(&written);
+        written
     }
 
     fn poll_write_vectored(
@@ -123,11 +130,11 @@ impl AsyncWrite for ClientSocket {
         }
         let mut buffer = [0; MAX_GATHERED_BYTES];
         let written = match gather(bufs, &mut buffer) {
-            Some(message) => ready!(Pin::new(&mut self.stream).poll_write(cx, message))?,
-            None => ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bufs))?,
+            Some(message) => Pin::new(&mut self.stream).poll_write(cx, message),
+            None => Pin::new(&mut self.stream).poll_write_vectored(cx, bufs),
         };
-        self.watch.touch();
-        Poll::Ready(Ok(written))
+        self.note_written(&written);
+        written
     }
 
     fn is_write_vectored(&self) -> bool {

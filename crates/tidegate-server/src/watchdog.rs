@@ -126,6 +126,8 @@ pub(crate) struct Watchdog {
     /// True if requests are forwarded. Then none that has begun is displaced.
     pub(crate) forwards: bool,
     not_empty: Notify,
+    /// True while a new connection waits for a place.
+    pub(crate) is_full: Flag,
     /// Notified when a connection leaves.
     pub(crate) connection_left: Notify,
     all_left: Notify,
@@ -166,6 +168,7 @@ impl Watchdog {
             max_connections: connections,
             forwards,
             not_empty: Notify::new(),
+            is_full: Flag::default(),
             connection_left: Notify::new(),
             all_left: Notify::new(),
         })

@@ -12,7 +12,7 @@ use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
 use crate::{
-    AdaptiveLimit, Batch, Breaker, Budget, Class, CredentialPool, Lane, Lanes, LimitKind, Pace, QueueStep,
+    AdaptiveLimit, Batch, Breaker, Budget, Class, Concurrency, CredentialPool, Lane, Lanes, LimitKind, Pace, QueueStep,
     RecentMaximum, Span, Time,
 };
 
@@ -24,7 +24,7 @@ const MAX_TIME_FOR_OTHERS: Span = Span::from_secs(10);
 const MIN_PROBE_TIME: Span = Span::from_secs(1);
 
 /// The longest time for which a call is in flight after it was abandoned.
-const MAX_KEPT_TIME: Span = Span::from_secs(30);
+const MAX_KEPT_TIME: Span = Concurrency::DEFAULT_LEASE;
 /// The maximum number of abandoned calls that are in flight. Further ones end at once.
 const MAX_ABANDONED: usize = 4096;
 

@@ -70,6 +70,8 @@ pub(crate) struct HeadState {
     request_count: AtomicU32,
     /// The bytes of the requests since other tasks last ran, or the client was last waited for.
     turn_bytes: AtomicUsize,
+    /// True if the current request had arrived before the connection waited for it.
+    is_pipelined: Flag,
     /// The number, from 1, of the first head that servers may read in different ways; 0 if there is none.
     pub(crate) first_ambiguous: AtomicU32,
 }
@@ -100,8 +102,7 @@ pub(crate) struct ResponseState {
     pub(super) timeout_ticks: AtomicU32,
     /// True if the last response is sent while the client may still be sending.
     pub(crate) must_linger: Flag,
-    /// True if the last bytes of the response wait for the client to read them, as far as that is known: over HTTP/2 and the
-    /// Redis protocol.
+    /// True if the last bytes of the response wait for the client to read them.
     pub(crate) is_unread: Flag,
     /// True if the whole response of an HTTP/2 stream is queued, and only waits for the client to read it.
     pub(crate) is_queued: Flag,
@@ -323,8 +324,16 @@ impl ConnectionWatch {
     pub(crate) fn must_yield(&self, bytes: usize) -> bool {
         let (before, bytes) = (self.head.turn_bytes.load(Relaxed), bytes.max(MIN_REQUEST_BYTES));
         let must_yield = before >= MAX_TURN_BYTES;
+        self.head.is_pipelined.set(before > 0);
         self.head.turn_bytes.store(if must_yield { bytes } else { before.saturating_add(bytes) }, Relaxed);
         must_yield
+    }
+
+    /// True if the connection ends with its current response, because the client sends requests without waiting for
+    /// responses, and a new connection waits for a place. A listener that forwards requests ends none that has arrived.
+    pub(crate) fn gives_way(&self) -> bool {
+        let Watchdog { forwards, is_full, .. } = &*self.watchdog;
+        is_full.get() && !forwards && self.head.is_pipelined.get()
     }
 
     /// Notes that the client has sent no more, so that other tasks run.

@@ -189,3 +189,18 @@ fn slow_bodies_expire_during_decisions_and_lingering() {
     watch.body.waits_on_client.set(true);
     assert!(trickle(&watchdog, &watch, 1));
 }
+
+#[test]
+fn connections_that_send_requests_at_once_give_way_if_a_place_is_needed() {
+    for (forwards, is_full) in [(false, true), (false, false), (true, true)] {
+        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8, forwards);
+        watchdog.is_full.set(is_full);
+        let (watch, _entry) = watchdog.add_connection(None);
+        for _ in 0..2 {
+            watch.note_waiting();
+            assert!(!watch.must_yield(20_000) && !watch.gives_way(), "the client waits for its replies");
+            watch.must_yield(1);
+            assert_eq!(watch.gives_way(), is_full && !forwards, "{forwards} {is_full}");
+        }
+    }
+}

@@ -64,10 +64,6 @@ pub(crate) fn is_forward_auth_path(path: &str) -> bool {
     path.strip_prefix(PATH_PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-/// The answer to a question of which a client has chosen the path.
-pub(crate) const MISDIRECTED: &str = "X-Forwarded-Method or X-Forwarded-Uri describes a request, as forward-auth does, \
-    which asks at /v1/auth: a client has chosen this path by a target such as x:http://host/path";
-
 /// True if a front server asks with a target that its client has chosen. Caddy writes the target of its client into the
 /// question if that is no path (`GET x:http://localhost/v1/openapi.json`), and takes any success as permission.
 pub(crate) fn is_misdirected<B>(request: &Request<B>) -> bool {
@@ -85,16 +81,34 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     client: &ConnectionContext,
     request: &Request<Incoming>,
 ) -> Response<ResponseBody> {
-    decide(api, client, request).await.unwrap_or_else(|Undecided(status, message)| {
-        let (ip, path) = (Some(canonical_ip(client.address.ip())), Some(request.uri().path()));
-        let query = Query { ip, path, ..Query::default() };
-        let (now, access) = (api.gate.clock().now(), &client.watch.access);
-        api.refusals.log_rejection(now, RejectionReason::Question, &query, &message, access);
-        error(status, &message)
-    })
+    decide(api, client, request).await.unwrap_or_else(|undecided| reject_question(api, client, request, undecided))
 }
 
-/// A question that can't be decided, because the front server isn't configured for this policy.
+/// Answers a question for which [`is_misdirected`] is true.
+pub(crate) fn reject_misdirected<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    client: &ConnectionContext,
+    request: &Request<Incoming>,
+) -> Response<ResponseBody> {
+    let message = "X-Forwarded-Method or X-Forwarded-Uri describes a request, as forward-auth does, which asks at \
+        /v1/auth: a client has chosen this path by a target such as x:http://host/path";
+    reject_question(api, client, request, Undecided(StatusCode::BAD_REQUEST, message.into()))
+}
+
+fn reject_question<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    client: &ConnectionContext,
+    request: &Request<Incoming>,
+    Undecided(status, message): Undecided,
+) -> Response<ResponseBody> {
+    let (ip, path) = (Some(canonical_ip(client.address.ip())), Some(request.uri().path()));
+    let query = Query { ip, path, ..Query::default() };
+    let (now, access) = (api.gate.clock().now(), &client.watch.access);
+    api.refusals.log_rejection(now, RejectionReason::Question, &query, &message, access);
+    error(status, &message)
+}
+
+/// A question that can't be decided: the front server isn't configured for this policy, or its client chose the path.
 struct Undecided(StatusCode, Cow<'static, str>);
 
 async fn decide<S: Store, C: Clock>(

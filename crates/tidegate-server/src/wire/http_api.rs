@@ -95,7 +95,7 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ApiService<S, C> {
                 Some(api.access.denied_response(denied, &request, client, api.gate.clock().now()))
             }
             _ if forward_auth::is_misdirected(&request) => {
-                Some(error(StatusCode::BAD_REQUEST, forward_auth::MISDIRECTED))
+                Some(forward_auth::reject_misdirected(api, client, &request))
             }
             _ => None,
         };

@@ -1,4 +1,5 @@
-//! Clients that open connections, send no request, and come back as soon as they are closed. Others are served all the same.
+//! Clients that open connections, send no request or read no reply, and come back as soon as they are closed. Others are
+//! served all the same.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -50,11 +51,16 @@ impl Flood {
     }
 }
 
-/// Opens a connection, and trickles until it is closed.
+/// Opens a connection, and trickles until it is closed. After whole requests it sends more of them, and reads nothing.
 async fn come_once(address: SocketAddr, beginning: &[u8]) -> std::io::Result<()> {
     let mut stream = TcpStream::connect(address).await?;
-    stream.write_all(beginning).await?;
     let mut buffer = [0; 1024];
+    loop {
+        stream.write_all(beginning).await?;
+        if !beginning.ends_with(b"\r\n\r\n") {
+            break;
+        }
+    }
     loop {
         match tokio::time::timeout(Duration::from_secs(1), stream.read(&mut buffer)).await {
             Ok(Ok(1..)) => {}
@@ -95,6 +101,10 @@ fn of_one_client(_: usize) -> String {
     proxied(0)
 }
 
+fn unread(_: usize) -> String {
+    get("/metrics").repeat(100)
+}
+
 fn many_descriptors() {
     descriptors::raise_limit();
 }
@@ -106,10 +116,10 @@ fn behind_balancer() -> Running {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn health_is_told_while_silent_connections_come_back() {
+async fn health_is_told_while_silent_connections_and_slow_readers_come_back() {
     many_descriptors();
     let health = get("/healthz");
-    for beginning in [silent as Beginning, begun] {
+    for beginning in [silent as Beginning, begun, unread] {
         let gate = start(nobody(), "").await;
         let _flood = Flood::start(gate.admin, 800, beginning).await;
         assert_eq!(late_answers(gate.admin, 5, &health, Duration::from_secs(2)).await, 0);

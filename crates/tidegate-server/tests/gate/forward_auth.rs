@@ -73,6 +73,8 @@ async fn a_client_cannot_choose_the_path_of_a_question() {
             assert_eq!(status(&ask("").await), 200, "{target}");
         }
     }
+    let page = once(gate.admin, get("/metrics")).await;
+    assert!(page.contains("tidegate_rejections_total{reason=\"question\"} 3\n"), "{page}");
 }
 
 /// nginx and Caddy pass raw letters on.
