@@ -82,8 +82,7 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
 
 const IN_FLIGHT: &str = r#"
     [inbound.action.report]
-    limit = "1000000 in flight"
-    key = "action"
+    limit = "128 in flight"
 "#;
 /// The number of clients that abandon calls, and the calls of each: together all whose permits may be kept.
 const ABANDONING: (u32, usize) = (64, 64);

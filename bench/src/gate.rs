@@ -112,9 +112,9 @@ impl GateWork {
     }
 }
 
-/// A question of 16 KiB. Its path is escaped twice, in JSON and as a path, and has as many readings as may be decided about.
+/// A question whose path is escaped twice, in JSON and as a path, and has nearly as many readings as may be decided about.
 static DEAREST_BODY: LazyLock<String> = LazyLock::new(|| {
-    let path = r"/\u0025\u0044\u0030\u0025\u0042\u0030".repeat(400);
+    let path = r"/\u0025\u0044\u0030\u0025\u0042\u0030".repeat(200);
     format!(r#"{{"ip":"192.0.2.7","path":"/{path}"}}"#)
 });
 
