@@ -17,7 +17,7 @@ use crate::subjects::OURS;
 const BYTES: usize = 8 << 10;
 
 /// The pieces that the dearest requests repeat: found by `fuzz/fuzz_targets/cost.rs` and by hand.
-const PATHS: [&str; 10] = [
+const PATHS: [&str; 11] = [
     "/%253b/a;v/..;/%e2%80%a8%252e",
     "/a%2f..;x//%252e%5c\\",
     "/a%20b",
@@ -28,6 +28,7 @@ const PATHS: [&str; 10] = [
     "%25u00e9",
     "%D0%B0",
     "/%0a/c/..",
+    "%%4A./\t&\u{7f}\u{7f}\u{7f}\u{7f}\u{7f}\u{7f}\u{7f}\u{7f};./\t%%%%%%%&//;%%%%%%%",
 ];
 const QUERIES: [&str; 6] = ["q=x&", "[q]=x;", "%71=x&", "a=b&", "q=%2525&", "q=+++++++&"];
 const COOKIES: [&str; 7] = ["c=x; ", "c=        x;", "c=\"\\101\"; ", "c=\"\\\";", "\u{3000};", "a=b,", "c=\u{feff}x;"];
@@ -56,7 +57,8 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     let gate = Gate::new(&policy);
     let whole = |piece: &str| piece.repeat(BYTES / piece.len());
     // A shorter path may have more readings within the bound.
-    let paths = [1, 4, 8, 64].into_iter().flat_map(|part| PATHS.map(|piece| piece.repeat(BYTES / part / piece.len())));
+    let paths =
+        [1, 4, 8, 64, 200].into_iter().flat_map(|part| PATHS.map(|piece| piece.repeat(BYTES / part / piece.len())));
     let header = |name: HeaderName, text: String| {
         let value = HeaderValue::from_str(&text).expect("the value of a header");
         ("/keys?q=1".to_owned(), HeaderMap::from_iter([(name, value)]))

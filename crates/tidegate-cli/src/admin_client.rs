@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use http::Method;
 use serde_json::{Value, json};
-use tidegate_policy::{printable, printable_json};
+use tidegate_policy::{describe_seconds, printable, printable_json};
 use tidegate_replay::{format_number, format_percent, format_plural};
 
 use crate::api_client::percent_encode;
@@ -64,11 +64,11 @@ fn describe_blocks(report: &Value) -> Option<String> {
         let name = if name.is_empty() { "all together".to_owned() } else { name.join(" ") };
         let wait = client["retry_after"].as_u64().unwrap_or_default();
         let state = match (client["blocked"].as_bool()?, client["shadow"].as_bool()?, wait) {
-            (true, ..) => format!("blocked, {wait} s left"),
+            (true, ..) => format!("blocked, {} left", describe_seconds(wait)),
             (_, true, 0) => "shadow: may call again".to_owned(),
-            (_, true, wait) => format!("shadow, {wait} s left"),
+            (_, true, wait) => format!("shadow, {} left", describe_seconds(wait)),
             (.., 0) => "free: may call again".to_owned(),
-            (.., wait) => format!("full, {wait} s left"),
+            (.., wait) => format!("full, {} left", describe_seconds(wait)),
         };
         let word = |field: &str| client[field].as_str().unwrap_or_default().to_owned();
         let number = |field: &str| client[field].as_u64().unwrap_or_default().to_string();
@@ -175,7 +175,7 @@ fn describe_provider(report: &Value) -> Option<String> {
     let _ = write!(text, "  breaker      {}", breaker["state"].as_str()?);
     let _ = match number(&breaker["reset_in"]) {
         0 => writeln!(text),
-        seconds => writeln!(text, ", admits a call in {seconds} s"),
+        seconds => writeln!(text, ", admits a call in {}", describe_seconds(seconds)),
     };
     let states = report["credential_states"].as_object()?;
     let states: Vec<String> = states
@@ -186,7 +186,8 @@ fn describe_provider(report: &Value) -> Option<String> {
     let _ = writeln!(text, "  credentials  {}", states.join(", "));
     for credential in report["credentials"].as_array()?.iter().filter(|credential| credential["state"] != "usable") {
         let (source, state) = (credential["source"].as_str()?, credential["state"].as_str()?);
-        let _ = writeln!(text, "               {source} {state}, usable in {} s", number(&credential["usable_in"]));
+        let wait = describe_seconds(number(&credential["usable_in"]));
+        let _ = writeln!(text, "               {source} {state}, usable in {wait}");
     }
     let closed = number(&report["closed_scopes"]);
     if closed > 0 {

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use http::Method;
 use serde_json::{Value, json};
 use tidegate::{DecisionReport, Explanation, LimitReport};
+use tidegate_policy::describe_seconds;
 
 use crate::gate_client::{GateClient, ListenerKind};
 use crate::policy::invalid_input;
@@ -134,13 +135,13 @@ fn describe_report(report: &DecisionReport) -> String {
         }
     };
     if let Some(backoff) = report.backoff_seconds {
-        text += &format!("; blocked for {backoff} s");
+        text += &format!("; blocked for {}", describe_seconds(backoff));
     }
     if !report.allowed && report.reason != "deny_list" {
         text += &match (report.retry_after, &report.next_allowed_at) {
             (None, _) => "; no waiting helps".to_owned(),
-            (Some(wait), None) => format!("; retry in {wait} s"),
-            (Some(wait), Some(at)) => format!("; retry in {wait} s, at {at}"),
+            (Some(wait), None) => format!("; retry in {}", describe_seconds(wait)),
+            (Some(wait), Some(at)) => format!("; retry in {}, at {at}", describe_seconds(wait)),
         };
     }
     if report.shadow {
@@ -175,18 +176,18 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
         let _ = writeln!(text, "  share     {share} for this client, because it has broken off calls");
     }
     if limit.blocked {
-        let backoff = limit.backoff_seconds.unwrap_or_default();
-        let _ = writeln!(text, "  blocked   for {backoff} s after {}", describe_strikes(limit.strikes));
+        let backoff = describe_seconds(limit.backoff_seconds.unwrap_or_default());
+        let _ = writeln!(text, "  blocked   for {backoff} after {}", describe_strikes(limit.strikes));
     }
     if let Some(wait) = limit.next_block {
-        let _ = writeln!(text, "  penalty   a call now would start a block of {wait} s");
+        let _ = writeln!(text, "  penalty   a call now would start a block of {}", describe_seconds(wait));
     }
     let free = match (limit.allowed, limit.retry_after) {
         (true, _) => "now".to_owned(),
-        (false, Some(wait)) => format!("in {wait} s"),
+        (false, Some(wait)) => format!("in {}", describe_seconds(wait)),
         (false, None) => "never for this cost".to_owned(),
     };
-    let _ = writeln!(text, "  free      {free}; full capacity again in {} s", limit.reset_after);
+    let _ = writeln!(text, "  free      {free}; full capacity again in {}", describe_seconds(limit.reset_after));
 }
 
 #[cfg(test)]

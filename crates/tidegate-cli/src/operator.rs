@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use http::Method;
 use serde_json::Value;
 use tidegate::{BlockReport, LimitReport, ResetReport};
+use tidegate_policy::describe_seconds;
 
 use crate::api_client::{as_json, check_selection, describe_strikes, part_help};
 use crate::gate_client::{GateClient, ListenerKind};
@@ -28,7 +29,8 @@ fn describe_reset(what: &str, report: &ResetReport) -> String {
     let mut text = String::new();
     for LimitReport { name, used, limit, strikes, backoff_seconds, .. } in &report.limits {
         let _ = write!(text, "{name}: reset; {used} of {limit} were used");
-        let blocked = backoff_seconds.map(|backoff| format!(", blocked for {backoff} s")).unwrap_or_default();
+        let blocked =
+            backoff_seconds.map(|backoff| format!(", blocked for {}", describe_seconds(backoff))).unwrap_or_default();
         let _ = match strikes {
             0 => writeln!(text, "{blocked}"),
             strikes => writeln!(text, "{blocked} after {}", describe_strikes(*strikes)),
@@ -38,7 +40,7 @@ fn describe_reset(what: &str, report: &ResetReport) -> String {
         let _ = writeln!(text, "{what}: nothing was counted for this client");
     }
     for LimitReport { name, retry_after, .. } in &report.still_refusing {
-        let wait = retry_after.map(|wait| format!(" for {wait} s")).unwrap_or_default();
+        let wait = retry_after.map(|wait| format!(" for {}", describe_seconds(wait))).unwrap_or_default();
         let _ = writeln!(text, "{name} still refuses this client{wait}; reset {name} with the same --ip or --key, too");
     }
     if !report.skipped.is_empty() {
@@ -71,7 +73,7 @@ fn describe_block(report: &BlockReport) -> String {
     let mut text = String::new();
     for LimitReport { name, retry_after, blocked, .. } in &report.limits {
         let _ = match retry_after.filter(|_| *blocked) {
-            Some(wait) => writeln!(text, "{name}: blocked for {wait} s"),
+            Some(wait) => writeln!(text, "{name}: blocked for {}", describe_seconds(wait)),
             None => writeln!(text, "{name}: not blocked, because the store is full"),
         };
     }

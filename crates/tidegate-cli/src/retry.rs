@@ -41,9 +41,9 @@ const NOT_FOUND_STATUS: u8 = 127;
 /// The arguments of `tidegate retry`.
 #[derive(Debug, Args)]
 pub(crate) struct RetryArgs {
-    /// The maximum number of attempts, including the first.
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    attempts: u32,
+    /// The maximum number of attempts, including the first. The default is 5, and without a limit if there is a deadline.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    attempts: Option<u32>,
     /// The first wait.
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_time)]
     base: Span,
@@ -88,6 +88,16 @@ pub(crate) struct RetryArgs {
     /// The command and its arguments.
     #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     command: Vec<OsString>,
+}
+
+/// The default of `--attempts` without `--deadline`.
+const DEFAULT_ATTEMPTS: u32 = 5;
+
+impl RetryArgs {
+    /// The maximum number of attempts. `None` if only the deadline bounds them.
+    fn max_attempts(&self) -> Option<u32> {
+        self.attempts.or(self.deadline.is_none().then_some(DEFAULT_ATTEMPTS))
+    }
 }
 
 const GROWTHS: [(&str, Growth); 4] = [
@@ -149,7 +159,7 @@ struct RetryRunner<'a> {
 impl<'a> RetryRunner<'a> {
     fn new(arguments: &'a RetryArgs) -> io::Result<Self> {
         let retry = Retry {
-            max_attempts: arguments.attempts,
+            max_attempts: arguments.max_attempts().unwrap_or(u32::MAX),
             backoff: Backoff {
                 growth: arguments.growth,
                 base: arguments.base,
@@ -204,8 +214,8 @@ impl<'a> RetryRunner<'a> {
                 has_other_credential: false,
             };
             let next = tries.next_attempt_at(&self.retry, &attempt, None, now, &mut rng);
-            let of =
-                format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
+            let of_all = self.arguments.max_attempts().map_or_else(String::new, |attempts| format!(" of {attempts}"));
+            let of = format!("attempt {}{of_all} {}", tries.attempts(), describe_end(&end, class));
             match next {
                 Ok(at) => {
                     presents_reservation = reservation.is_some();

@@ -756,9 +756,9 @@ fn commands_change_the_state_of_a_running_gate() {
     };
     let login = ["login", "--ip", "203.0.113.7"];
     let done = |text: &str| (0, text.to_owned());
-    assert_eq!(ask(&[&["block"][..], &login, &["--for", "10m"]].concat()), done("login: blocked for 600 s\n"));
+    assert_eq!(ask(&[&["block"][..], &login, &["--for", "10m"]].concat()), done("login: blocked for 10 min\n"));
     let (status, text) = ask(&[&["status"][..], &login].concat());
-    assert!(status == 3 && text.contains("600 s") || text.contains("599 s"), "{text}");
+    assert!(status == 3 && text.contains("10 min") || text.contains("9 min 59 s"), "{text}");
     let (status, text) = ask(&[&["block"][..], &login, &["--for", "2d"]].concat());
     assert!(status == 2 && text.contains("the longest block is 1h"), "{text}");
     let (status, text) = ask(&[&["block"][..], &login, &["--for", "1m", "--json"]].concat());

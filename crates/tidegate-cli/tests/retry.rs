@@ -261,6 +261,51 @@ fn waits_grow_and_requested_waits_are_minimums() {
     assert!(err.ends_with("the next would start after --deadline\n"), "{err}");
 }
 
+#[test]
+fn a_deadline_alone_bounds_no_number_of_attempts() {
+    let flags = ["--deadline", "1m", "--base", "1ms", "--cap", "2ms"];
+    for (more, expected_runs, told) in [
+        (&[][..], 8, "attempt 7 ended with status 1; trying again"),
+        (&["--attempts", "2"], 2, "attempt 2 of 2 ended with status 1; that was the last of --attempts\n"),
+    ] {
+        let folder = ScratchDir::new();
+        let body = counting("[ $n = 8 ]");
+        let words = [&flags[..], more, &["--", "sh", "-c", &body]].concat();
+        let (_, _, err) = run(&folder, &words);
+        assert_eq!(runs(&folder), expected_runs, "{err}");
+        assert!(err.contains(told), "{err}");
+    }
+}
+
+/// Each example is run with commands of the same names, which fail at first as the real ones do.
+#[test]
+fn the_examples_of_the_page_are_retried() {
+    let page = include_str!("../../../docs/retry.md");
+    let blocks = page.split("```sh\n").skip(1).filter_map(|block| block.split_once("```"));
+    let examples: Vec<&str> = blocks.flat_map(|(block, _)| block.lines()).collect();
+    assert_eq!(examples.len(), 4, "{examples:?}");
+    for example in examples {
+        let folder = ScratchDir::new();
+        let failures = [
+            ("curl", "echo 'curl: (22) The requested URL returned error: 503' >&2; exit 22"),
+            ("sync", "echo 'rate limit: retry after 0'; exit 1"),
+            ("pg_isready", "echo 'db:5432 - no response'; exit 2"),
+        ];
+        for (name, failure) in failures {
+            let program = folder.path().join(name);
+            std::fs::write(&program, format!("#!/bin/sh\n{}\n", counting(&format!("[ $n = 2 ] && exit 0; {failure}"))))
+                .unwrap();
+            std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let tidegate = std::path::Path::new(env!("CARGO_BIN_EXE_tidegate")).parent().unwrap();
+        let path = format!("{}:{}:{}", folder.path().display(), tidegate.display(), std::env::var("PATH").unwrap());
+        let mut command = Command::new("sh");
+        command.args(["-c", example]).env("PATH", path).current_dir(folder.path()).stdin(Stdio::null());
+        let (status, _, err) = output_parts(command.output().unwrap());
+        assert_eq!((status, runs(&folder)), (0, 2), "{example}: {err}");
+    }
+}
+
 /// The waits in the messages of `retry`.
 fn told_waits(err: &str) -> Vec<&str> {
     err.lines().filter_map(|line| line.split_once("trying again in ")).map(|(_, wait)| wait).collect()

@@ -8,6 +8,7 @@ use tidegate_core::call::CallFailure;
 use tidegate_core::retry::{NoRetryReason, UnreplayableReason};
 use tidegate_core::time::UtcText;
 use tidegate_core::{Lane, Span, Time};
+use tidegate_policy::describe_seconds;
 use tidegate_policy::outbound::{OutboundConfig, ProviderConfig};
 use tidegate_store::StoreError;
 
@@ -103,7 +104,7 @@ pub enum CallErrorKind {
         earliest: Option<Time>,
     },
     /// The provider asks for a longer pause than calls may wait.
-    #[error("the provider takes calls again in {} s, later than calls wait (`retry.max_retry_after`)", retry_after.as_secs_ceil())]
+    #[error("the provider takes calls again in {}, later than calls wait (`retry.max_retry_after`)", describe_seconds(retry_after.as_secs_ceil()))]
     RetryAfterTooLong {
         /// The length of the pause.
         retry_after: Span,
@@ -310,7 +311,7 @@ impl<T> fmt::Display for CallError<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the call to {} failed: {}", self.provider, self.kind)?;
         match self.retry_after().filter(|_| !matches!(self.kind, CallErrorKind::RetryAfterTooLong { .. })) {
-            Some(wait) => write!(f, "; retry in {} s", wait.as_secs_ceil()),
+            Some(wait) => write!(f, "; retry in {}", describe_seconds(wait.as_secs_ceil())),
             None => Ok(()),
         }
     }

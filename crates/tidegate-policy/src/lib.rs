@@ -105,5 +105,5 @@ pub use sections::{
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;
-pub use units::{parse_bytes, parse_duration};
+pub use units::{describe_seconds, parse_bytes, parse_duration};
 pub use verdict::Hints;

@@ -319,6 +319,15 @@ pub(crate) fn describe_duration(span: Span) -> String {
     pieces.join(" ")
 }
 
+/// Formats seconds for people: `120 s`, `10 min`, `15 h 1 min 39 s`.
+///
+/// ```
+/// assert_eq!(tidegate_policy::describe_seconds(54_099), "15 h 1 min 39 s");
+/// ```
+pub fn describe_seconds(seconds: u64) -> String {
+    describe_duration(Span::from_secs(seconds))
+}
+
 /// Formats a duration as a policy writes it, so that [`parse_duration`] reads it back: `60s`, `10m`, `1h30m`.
 pub(crate) fn format_duration(span: Span) -> String {
     let micros = span.as_micros();

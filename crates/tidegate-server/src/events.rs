@@ -13,7 +13,7 @@ use tidegate::Time;
 use tidegate::store::Losses;
 use tidegate_core::Key;
 use tidegate_core::time::UtcText;
-use tidegate_policy::printable;
+use tidegate_policy::{describe_seconds, printable};
 use tidegate_runtime::event_log::EventLog;
 
 pub(crate) use self::provider_events::ProviderEventPublisher;
@@ -135,6 +135,7 @@ impl ServerEvent {
     pub(crate) fn message(&self) -> String {
         match self.unpublished {
             0 => self.change.to_string(),
+            1 => format!("{}; another one before it", self.change),
             others => format!("{}; {others} others before it", self.change),
         }
     }
@@ -155,22 +156,24 @@ impl fmt::Display for Change {
             Self::Blocked { limit, client, seconds, strikes, by_operator, shadow, .. } => {
                 f.write_str(&client_text(client))?;
                 f.write_str(if *shadow { " would be" } else { " is" })?;
-                write!(f, " blocked under {limit} for {seconds} s ")?;
+                write!(f, " blocked under {limit} for {} ", describe_seconds(*seconds))?;
                 if *by_operator { f.write_str("by an operator") } else { write!(f, "after strike {strikes}") }
             }
             Self::Breaker { provider, state: "open", failures, reset_in } => {
-                write!(f, "{provider}: the circuit breaker is open after {failures} failures, for {reset_in} s")
+                let wait = describe_seconds(*reset_in);
+                write!(f, "{provider}: the circuit breaker is open after {failures} failures, for {wait}")
             }
             Self::Breaker { provider, state, .. } => write!(f, "{provider}: the circuit breaker is {state}"),
             Self::CoolingDown { provider, credential, seconds, all_cooling } => {
                 write!(f, "{provider}: credential {credential} was throttled and cools down")?;
                 if let Some(seconds) = seconds {
-                    write!(f, " for {seconds} s")?;
+                    write!(f, " for {}", describe_seconds(*seconds))?;
                 }
                 if *all_cooling { f.write_str("; no other is usable, so calls wait") } else { Ok(()) }
             }
             Self::CredentialRejected { provider, credential, seconds } => {
-                write!(f, "{provider}: credential {credential} was rejected and is left out for {seconds} s")
+                let wait = describe_seconds(*seconds);
+                write!(f, "{provider}: credential {credential} was rejected and is left out for {wait}")
             }
             Self::Paused { provider } => write!(f, "{provider}: an operator has paused it, so calls are refused"),
             Self::Resumed { provider } => write!(f, "{provider}: an operator has resumed it"),
@@ -178,7 +181,9 @@ impl fmt::Display for Change {
                 write!(f, "{provider}: an operator has closed the circuit breaker and ended the cool-downs")
             }
             Self::StoreLost { store } => write!(f, "the store {store} is away: decisions are made without it"),
-            Self::StoreBack { store, seconds } => write!(f, "the store {store} is back after {seconds} s"),
+            Self::StoreBack { store, seconds } => {
+                write!(f, "the store {store} is back after {}", describe_seconds(*seconds))
+            }
             Self::StoreFull { used, exhausted, unblocked, shared } => write!(
                 f,
                 "the store is full: {used} clients with a part of their limit and {exhausted} with none left were \
@@ -189,7 +194,7 @@ impl fmt::Display for Change {
                 if let Some(credential) = credential {
                     write!(f, " by credential {credential}")?;
                 }
-                write!(f, "; it starts again in {resets_in} s")
+                write!(f, "; it starts again in {}", describe_seconds(*resets_in))
             }
             Self::Reloaded { restart_needed } if restart_needed.is_empty() => f.write_str("the policy was reloaded"),
             Self::Reloaded { restart_needed } => {

@@ -63,7 +63,7 @@ impl std::fmt::Debug for Stores {
 pub enum OpenError {
     /// This program was built without the feature that the store needs.
     #[error(
-        "store.url is {url}, but this program was built without the feature `{feature}`; build it with --features {feature}"
+        "store.url is {url}, but this program was built without the feature `{feature}` of the crate `tidegate`, or of `tidegate-cli`"
     )]
     NotBuilt {
         /// The URL, without its secrets.

@@ -39,7 +39,7 @@ async fn a_blocked_client_is_refused_and_listed() {
     assert_eq!(client["client"]["client_ip"], "203.0.113.7", "{blocks}");
     let events = json(&once(gate.admin, get("/v1/events?follow=false")).await);
     let message = events["events"][0]["message"].as_str().unwrap();
-    assert_eq!(message, "203.0.113.7 is blocked under login for 600 s by an operator");
+    assert_eq!(message, "203.0.113.7 is blocked under login for 10 min by an operator");
     gate.clock.advance(Span::from_secs(600));
     assert_eq!(check(&gate, ABOUT).await["allowed"], true);
 }

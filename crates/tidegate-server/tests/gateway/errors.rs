@@ -268,7 +268,7 @@ async fn too_long_retry_after_is_passed_on() {
     let answer = gateway.ask(get("/api/x")).await;
     assert_eq!((status(&answer), body(&answer)), (429, "slow down"));
     assert_eq!(header(&answer, "retry-after"), Some("86400"));
-    let why = "the provider takes calls again in 86400 s, later than calls wait (`retry.max_retry_after`)";
+    let why = "the provider takes calls again in 1 d, later than calls wait (`retry.max_retry_after`)";
     assert_eq!(header(&answer, "tidegate-error"), Some(why));
     let next = json(&gateway.ask(get("/api/x")).await);
     assert_eq!((&next["error"], &next["retry_after"]), (&"RateLimitedError".into(), &86_400.into()));

@@ -147,7 +147,7 @@ async fn credentials_that_cool_down_or_are_rejected_are_reported() {
         events(&gateway).await,
         [
             "api: credential 0 was throttled and cools down for 30 s",
-            "api: credential 1 was rejected and is left out for 300 s",
+            "api: credential 1 was rejected and is left out for 5 min",
         ]
     );
     assert!(!lines.text().contains("pl4nted"), "{}", lines.text());
