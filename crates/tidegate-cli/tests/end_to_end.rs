@@ -1,6 +1,7 @@
 //! The gate as a program, with real servers in front of it and behind it.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::process::Command;
 use std::sync::Arc;
@@ -305,9 +306,11 @@ fn caddy_snippet(front: u16, api: u16, upstream: u16, open: bool) -> String {
     let mut snippet = include_str!("../../../docs/snippets/Caddyfile").to_owned();
     if open {
         let [inside, beside] = CADDY_OPEN;
-        let (begin, end) = ("\tforward_auth 127.0.0.1:8082 {\n", "\treverse_proxy 127.0.0.1:3000\n");
+        let (begin, proxied) = ("\tforward_auth 127.0.0.1:8082 {\n", "\treverse_proxy 127.0.0.1:3000 {\n");
         snippet = snippet.replace(begin, &format!("\troute {{\n{begin}{inside}"));
-        snippet = snippet.replace(end, &format!("\t\tvars tidegate answered\n{end}\t}}\n{beside}"));
+        snippet = snippet.replace(proxied, &format!("\t\tvars tidegate answered\n{proxied}"));
+        let (site, end) = snippet.rsplit_once("}\n").unwrap();
+        snippet = format!("{site}\t}}\n{beside}}}\n{end}");
     }
     snippet
         .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
@@ -384,6 +387,52 @@ fn an_open_caddy_repeats_no_request() {
     assert_eq!((answer.status, requests.join().unwrap()), (502, 1));
 }
 
+/// An application that takes one upload and answers 200. Returns the head of the request.
+fn upload_target(size: usize) -> (u16, thread::JoinHandle<String>) {
+    let application = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = application.local_addr().unwrap().port();
+    let target = thread::spawn(move || {
+        let (stream, _) = application.accept().unwrap();
+        let mut reader = BufReader::new(stream);
+        let mut head = String::new();
+        while !head.ends_with("\r\n\r\n") {
+            reader.read_line(&mut head).unwrap();
+        }
+        reader.read_exact(&mut vec![0; size]).unwrap();
+        reader.get_mut().write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
+        head.to_ascii_lowercase()
+    });
+    (port, target)
+}
+
+/// nginx refuses bodies over 1 MB unless a location takes more, also in the subrequest that asks the gate.
+#[test]
+fn uploads_pass_through_front_servers_without_the_reservation() {
+    const SIZE: usize = 20 << 20;
+    let (_gate, ports) = gate(LOGIN, free_port());
+    let upload = |front: u16| {
+        let head = format!(
+            "POST /upload HTTP/1.1\r\nHost: a.test\r\nTidegate-Reservation: r{}\r\nContent-Length: {SIZE}\r\n\r\n",
+            "0".repeat(29)
+        );
+        HttpClient::connect(front).unwrap().request(head + &"x".repeat(SIZE)).status
+    };
+    let (front, (upstream, target)) = (free_port(), upload_target(SIZE));
+    let snippet = nginx_snippet(front, ports.api, upstream, false);
+    let snippet = snippet.replace("    location / {\n", "    location / {\n        client_max_body_size 32m;\n");
+    let Some(_nginx) = pages(&snippet, free_port(), front) else { return };
+    assert_eq!(upload(front), 200);
+    let head = target.join().unwrap();
+    assert!(head.starts_with("post /upload ") && !head.contains("tidegate-"), "{head}");
+    for open in [false, true] {
+        let (front, (upstream, target)) = (free_port(), upload_target(SIZE));
+        let Some(_caddy) = caddy(&caddy_snippet(front, ports.api, upstream, open), front) else { return };
+        assert_eq!(upload(front), 200);
+        let head = target.join().unwrap();
+        assert!(head.starts_with("post /upload ") && !head.contains("tidegate-"), "{head}");
+    }
+}
+
 #[test]
 fn nginx_may_name_an_action() {
     let (front, upstream) = (free_port(), free_port());
@@ -438,7 +487,9 @@ fn simulated_traefik_with_the_snippet_enforces_limits() {
     let (http, middlewares) = (&snippet["http"], &snippet["http"]["middlewares"]);
     let app = &http["routers"]["app"];
     let chain: Vec<_> = app["middlewares"].as_vec().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
-    assert_eq!(chain, ["undescribed", "tidegate"]);
+    assert_eq!(chain, ["undescribed", "tidegate", "used"]);
+    let used = &http["middlewares"]["used"]["headers"]["customRequestHeaders"];
+    assert_eq!(used["Tidegate-Reservation"].as_str(), Some(""));
     let service = &http["services"][app["service"].as_str().unwrap()];
     assert_eq!(service["loadBalancer"]["servers"][0]["url"].as_str(), Some("http://127.0.0.1:3000"));
     let set = middlewares["undescribed"]["headers"]["customRequestHeaders"].as_hash().unwrap();

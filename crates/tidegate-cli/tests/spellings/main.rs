@@ -334,7 +334,10 @@ fn paths_routed_by_caddy_forward_auth_are_counted() {
         .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
         .replace("http://:8000", &format!("http://:{front}"))
         .replace("uri /v1/auth?", "uri /v1/auth?\n\t\tcopy_headers RateLimit")
-        .replace("reverse_proxy 127.0.0.1:3000", &caddy_routes(&told));
+        .replace(
+            "reverse_proxy 127.0.0.1:3000 {\n\t\t# A reservation is for the gate.\n\t\theader_up -Tidegate-Reservation\n\t}",
+            &caddy_routes(&told),
+        );
     let Some(_caddy) = caddy(&snippet, front) else { return };
     assert_counted("Caddy with the snippet", front);
 }
