@@ -65,7 +65,7 @@ fn redis_py_asks_the_gate() {
     let (_running, port) = start();
     let mut command = Command::new(packages.join("bin/python"));
     let said = run(command.arg(format!("{SOURCES}/client.py")).arg(port.to_string()));
-    assert_eq!(said, "ok 2\nok 3\nok password\n");
+    assert_eq!(said, "ok 2\nok 3\nok cache\nok password\n");
 }
 
 #[test]

@@ -1,14 +1,19 @@
 """Asks the gate through redis-py, in both versions of the protocol."""
 
 import sys
+import time
 
 import redis
+from redis.cache import CacheConfig
 
 for protocol in (2, 3):
     client = redis.Redis(port=int(sys.argv[1]), password="a password", protocol=protocol, client_name="a-test")
     assert client.ping() is True
     assert client.client_getname() in ("a-test", b"a-test")
     assert client.info()["redis_mode"] == "standalone"
+    assert abs(client.time()[0] - time.time()) < 60
+    assert client.config_get("maxmemory*") == {}
+    assert client.client_list()[0]["name"] in ("a-test", b"a-test")
 
     def check(key):
         answer = client.execute_command("TG.CHECK", "login", "KEY", key)
@@ -32,6 +37,11 @@ for protocol in (2, 3):
     except redis.ResponseError as error:
         assert "is not supported" in str(error), error
     print(f"ok {protocol}")
+
+# With its cache, the library asks the server to track keys.
+cached = redis.Redis(port=int(sys.argv[1]), password="a password", protocol=3, cache_config=CacheConfig())
+assert cached.execute_command("TG.CHECK", "login", "KEY", "cached")[b"remaining"] == 4
+print("ok cache")
 
 try:
     redis.Redis(port=int(sys.argv[1]), password="another").ping()

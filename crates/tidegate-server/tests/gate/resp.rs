@@ -70,8 +70,16 @@ async fn commands_of_connections_have_exact_replies() {
         (&["CLIENT", "SETNAME", "a b"], "-ERR Client names cannot contain spaces, newlines or special characters.\r\n"),
         (&["CLIENT", "GETNAME"], "$-1\r\n"),
         (&["CLIENT", "SETINFO", "LIB-NAME", "redis-py"], "+OK\r\n"),
-        (&["CLIENT", "KILL"], "-ERR CLIENT has SETNAME, GETNAME, ID, SETINFO, NO-EVICT and NO-TOUCH here\r\n"),
-        (&["COMMAND", "COUNT"], ":21\r\n"),
+        (
+            &["CLIENT", "KILL"],
+            "-ERR CLIENT has SETNAME, GETNAME, ID, INFO, LIST, SETINFO, TRACKING, CACHING, NO-EVICT and NO-TOUCH here\r\n",
+        ),
+        (&["CLIENT", "TRACKING", "ON", "OPTIN"], "+OK\r\n"),
+        (&["CONFIG", "GET", "maxmemory", "save"], "*0\r\n"),
+        (&["CONFIG", "SET", "maxmemory", "1"], "-ERR CONFIG has only GET here, which finds nothing\r\n"),
+        (&["CONFIG", "GET"], "-ERR CONFIG has only GET here, which finds nothing\r\n"),
+        (&["TIME", "x"], "-ERR wrong number of arguments for 'time' command\r\n"),
+        (&["COMMAND", "COUNT"], ":23\r\n"),
         (&["COMMAND", "DOCS"], "*0\r\n"),
         (
             &["COMMAND", "INFO", "ping", "get"],
@@ -95,8 +103,19 @@ async fn commands_of_connections_have_exact_replies() {
     .await;
     assert!(named.starts_with("%7\r\n$2\r\nid\r\n:") && named.contains("$5\r\nproto\r\n:3\r\n"), "{named}");
     assert!(named.ends_with("\r\n$1\r\nw\r\n+OK\r\n_\r\n"), "{named}");
+    let listed = ask(address, &[&["CLIENT", "SETNAME", "w"], &["CLIENT", "LIST"]]).await;
+    assert!(
+        listed.contains("\r\nid=") && listed.contains(" addr=127.0.0.1:") && listed.contains(" name=w resp=2\n"),
+        "{listed}"
+    );
+    let told = ask(address, &[&["TIME"]]).await;
+    let time: Vec<&str> = told.split("\r\n").collect();
+    assert!(
+        matches!(time[..], ["*2", "$10", secs, _, micros, ""] if secs.len() == 10 && micros.parse::<u32>().is_ok()),
+        "{told}"
+    );
     let info = ask(address, &[&["INFO", "server"]]).await;
-    assert!(info.contains("\r\nredis_version:7.0.0\r\n") && info.contains("\r\nloading:0\r\n"), "{info}");
+    assert!(info.contains("\r\nredis_version:7.4.0\r\n") && info.contains("\r\nloading:0\r\n"), "{info}");
     // Inline commands, and requests in pieces.
     assert_eq!(
         until_closed(address, b"PING\r\n\r\n*0\r\nping  hello\r\nQUIT\r\n").await,

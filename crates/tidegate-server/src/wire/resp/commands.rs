@@ -19,16 +19,19 @@ use crate::wire::compat::wait_secs;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::http_api::{decide, validate};
 
+/// The version of Redis whose clients are answered. Libraries begin a cache only with a server of this name and version.
+const REDIS_VERSION: &str = "7.4.0";
 /// The longest name that a client may give itself.
 const MAX_NAME: usize = 128;
 
 /// The commands: the name, the number of arguments with it (negative: at least so many), and true if it is answered
 /// before a password is given.
-const COMMANDS: [(&str, i32, bool); 21] = [
+const COMMANDS: [(&str, i32, bool); 23] = [
     ("AUTH", -2, true),
     ("CL.THROTTLE", -5, false),
     ("CLIENT", -2, false),
     ("COMMAND", -1, false),
+    ("CONFIG", -2, false),
     ("DISCARD", 1, false),
     ("ECHO", 2, false),
     ("EXEC", 1, false),
@@ -46,6 +49,7 @@ const COMMANDS: [(&str, i32, bool); 21] = [
     ("TG.RESET", -2, false),
     ("TG.STATUS", -2, false),
     ("THROTTLE", -5, false),
+    ("TIME", 1, false),
 ];
 
 /// The state of a connection between its requests.
@@ -179,7 +183,15 @@ impl<S: Store, C: Clock> RespState<S, C> {
                 reply.simple("OK");
             }
             "HELLO" => self.hello(session, client, rest, reply.output)?,
-            "CLIENT" => client_command(session, rest, &mut reply)?,
+            "CLIENT" => client_command(session, client, rest, &mut reply)?,
+            // No setting of Redis has a meaning here.
+            "CONFIG" if rest[0].eq_ignore_ascii_case(b"GET") && rest.len() > 1 => reply.map(0),
+            "CONFIG" => return Err(ErrorReply::new("CONFIG has only GET here, which finds nothing")),
+            "TIME" => {
+                let now = self.gate.clock().now().as_micros();
+                reply.array(2);
+                [now / 1_000_000, now % 1_000_000].iter().for_each(|part| reply.bulk(part.to_string().as_bytes()));
+            }
             "COMMAND" => command_command(rest, &mut reply)?,
             "INFO" => reply.bulk(info().as_bytes()),
             // MULTI, EXEC and DISCARD.
@@ -259,15 +271,14 @@ impl<S: Store, C: Clock> RespState<S, C> {
         }
         session.version = version;
         let mut reply = ReplyWriter { output, version };
-        let proto = if version == Version::Resp3 { 3 } else { 2 };
         reply.json(&json!({
-            "server": "tidegate",
-            "version": env!("CARGO_PKG_VERSION"),
-            "proto": proto,
+            "server": "redis",
+            "version": REDIS_VERSION,
+            "proto": version as u8,
             "id": session.id,
             "mode": "standalone",
             "role": "master",
-            "modules": [],
+            "modules": [{ "name": "tidegate", "ver": 1 }],
         }));
         Ok(())
     }
@@ -397,8 +408,13 @@ fn set_name(session: &mut Session, name: &[u8]) -> Result<(), ErrorReply> {
     Ok(())
 }
 
-/// `CLIENT`: the parts that libraries use to introduce themselves.
-fn client_command(session: &mut Session, rest: &[&[u8]], reply: &mut ReplyWriter<'_>) -> Result<(), ErrorReply> {
+/// `CLIENT`: the parts that libraries use to introduce themselves, and to begin a cache of keys, of which there are none.
+fn client_command(
+    session: &mut Session,
+    client: &ConnectionContext,
+    rest: &[&[u8]],
+    reply: &mut ReplyWriter<'_>,
+) -> Result<(), ErrorReply> {
     let subcommand = rest.first().map(|name| name.to_ascii_uppercase()).unwrap_or_default();
     match (&*subcommand, &rest[1..]) {
         (b"SETNAME", [name]) => {
@@ -409,9 +425,17 @@ fn client_command(session: &mut Session, rest: &[&[u8]], reply: &mut ReplyWriter
         (b"GETNAME", []) => reply.bulk(&session.name),
         (b"ID", []) => reply.integer(session.id),
         // The library's name and version, and hints that concern caches of Redis.
-        (b"SETINFO", [_, _]) | (b"NO-EVICT" | b"NO-TOUCH", [_]) => reply.simple("OK"),
+        (b"SETINFO", [_, _]) | (b"NO-EVICT" | b"NO-TOUCH" | b"CACHING", [_]) | (b"TRACKING", [_, ..]) => {
+            reply.simple("OK")
+        }
+        // A client learns only about its own connection.
+        (b"INFO", []) | (b"LIST", _) => {
+            let (name, version) = (session.name.escape_ascii(), session.version as u8);
+            reply.bulk(format!("id={} addr={} name={name} resp={version}\n", session.id, client.address).as_bytes());
+        }
         _ => {
-            let known = "CLIENT has SETNAME, GETNAME, ID, SETINFO, NO-EVICT and NO-TOUCH here";
+            let known =
+                "CLIENT has SETNAME, GETNAME, ID, INFO, LIST, SETINFO, TRACKING, CACHING, NO-EVICT and NO-TOUCH here";
             return Err(ErrorReply::new(known));
         }
     }
@@ -455,7 +479,7 @@ fn command_command(rest: &[&[u8]], reply: &mut ReplyWriter<'_>) -> Result<(), Er
 /// The facts that libraries look for: the version of Redis whose protocol is spoken, and that nothing is being loaded.
 fn info() -> String {
     format!(
-        "# Server\r\nredis_version:7.0.0\r\nredis_mode:standalone\r\ntidegate_version:{}\r\n\
+        "# Server\r\nredis_version:{REDIS_VERSION}\r\nredis_mode:standalone\r\ntidegate_version:{}\r\n\
          # Persistence\r\nloading:0\r\n# Replication\r\nrole:master\r\n",
         env!("CARGO_PKG_VERSION")
     )

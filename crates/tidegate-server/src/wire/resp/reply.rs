@@ -10,8 +10,8 @@ use tidegate_policy::printable;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Version {
     #[default]
-    Resp2,
-    Resp3,
+    Resp2 = 2,
+    Resp3 = 3,
 }
 
 /// Writes replies. Version 2 has no maps, truth values and fractions: a map is an array of its names and values, true is 1,
