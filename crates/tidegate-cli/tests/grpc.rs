@@ -1,7 +1,8 @@
-//! An unmodified client of gRPC that asks the gate, beyond loopback with a certificate of its own.
+//! Unmodified clients of gRPC: one asks the gate, beyond loopback with a certificate of its own; one calls through it.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
-use std::path::Path;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
@@ -40,11 +41,39 @@ fn issue(folder: &ScratchDir) {
     }
 }
 
+/// The Python packages. `None` if they can't be installed here.
+fn packages() -> Option<PathBuf> {
+    let list = Path::new(SOURCES).join("requirements.txt");
+    python_environment(Path::new(env!("CARGO_TARGET_TMPDIR")), "grpc", &list)
+}
+
+/// Runs a script, which says that all is well.
+fn run_script(packages: &Path, name: &str, arguments: &[&OsStr]) {
+    let mut client = Command::new(packages.join("bin/python"));
+    let output = client.arg(format!("{SOURCES}/{name}")).args(arguments).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert_eq!(text(&output.stdout), "ok\n", "{}", text(&output.stderr));
+}
+
+#[test]
+fn grpcs_own_client_reads_refusals_of_the_proxy() {
+    const POLICY: &str = "[inbound]\nhttp2 = \"always\"\nupstream_http2 = true\n\
+        [inbound.action.call]\nmatch = { path = \"/test.Echo/*\" }\nlimit = \"2 per 1h\"\n";
+    let Some(packages) = packages() else { return };
+    let (scratch, port, upstream) = (ScratchDir::new(), free_port(), free_port());
+    let file = scratch.write("tidegate.toml", POLICY);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(["serve", "--config"]).arg(file).env("TIDEGATE__INBOUND__LISTEN", format!("127.0.0.1:{port}"));
+    command.env("TIDEGATE__INBOUND__UPSTREAM", format!("http://127.0.0.1:{upstream}"));
+    command.env("TIDEGATE__API__LISTEN", "off").env("TIDEGATE__ADMIN__LISTEN", "off");
+    let _gate = ChildProcess::start(command, scratch, port);
+    let ports = [port, upstream].map(|port| port.to_string());
+    run_script(&packages, "through.py", &ports.each_ref().map(OsStr::new));
+}
+
 #[test]
 fn grpcs_own_client_asks_the_gate() {
-    let list = Path::new(SOURCES).join("requirements.txt");
-    let packages = python_environment(Path::new(env!("CARGO_TARGET_TMPDIR")), "grpc", &list);
-    let Some(packages) = packages else { return };
+    let Some(packages) = packages() else { return };
     let (scratch, port) = (ScratchDir::new(), free_port());
     issue(&scratch);
     for (name, text) in [("tidegate.toml", POLICY), ("edge.yaml", EDGE), ("limits.yaml", LIMITS)] {
@@ -56,8 +85,5 @@ fn grpcs_own_client_asks_the_gate() {
     command.env("TIDEGATE__API__LISTEN", "off").env("TIDEGATE__ADMIN__LISTEN", "off");
     command.env("TIDEGATE__RLS__LISTEN", format!("0.0.0.0:{port}"));
     let _gate = ChildProcess::start(command, scratch, port);
-    let mut client = Command::new(packages.join("bin/python"));
-    let output = client.arg(format!("{SOURCES}/client.py")).arg(port.to_string()).arg(folder).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert_eq!(text(&output.stdout), "ok\n", "{}", text(&output.stderr));
+    run_script(&packages, "client.py", &[port.to_string().as_ref(), folder.as_os_str()]);
 }

@@ -28,6 +28,7 @@ use tidegate::outbound::{
     CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
     ReplayBody, take_call_options,
 };
+use tidegate::reply::grpc_type;
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
@@ -43,9 +44,9 @@ use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::dashboard::remove_session_cookies;
 use crate::hop_headers::{self, X_FORWARDED_PROTO};
 use crate::listener::ConnectionContext;
-use crate::local_response::{HttpError, discard_body, error, finish_response, set_connection_close};
+use crate::local_response::{HttpError, discard_body, error, finish_response, for_client, set_connection_close};
 use crate::metrics::RequestMetrics;
-use crate::proxy::{ResponseFuture, is_grpc, validate_request};
+use crate::proxy::{ResponseFuture, validate_request};
 use crate::refusal_log::RefusalLog;
 use crate::state_cell::ListenerState;
 use crate::trace_context::trace_parent;
@@ -159,16 +160,18 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         watch.enter(ConnectionPhase::Deciding);
         let origin = CallerOrigin::from_headers(request.headers());
         let traceparent = trace_parent(request.headers()).map(str::to_owned);
+        let grpc_type = grpc_type(request.headers()).cloned();
         let (mount, options) = match self.gateway.prepare_request(&mut request, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => {
+                let refusal = for_client(grpc_type.as_ref(), refusal);
                 let response = discard_body(watch, request.into_body(), false, refusal);
                 return ResponseFuture::Ready(Some(finish_response(watch, response)));
             }
         };
         let client_upgrade = request.headers().contains_key(UPGRADE).then(|| hyper::upgrade::on(&mut request));
         let has_body = !request.body().is_end_stream();
-        let paced = !is_grpc(&request);
+        let paced = grpc_type.is_none();
         let request = request.map(|body| {
             if !has_body {
                 return Upload::empty();
@@ -218,13 +221,13 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 Some(Err(failed)) => {
                     watch.access.note(|entry| entry.note_failed_call(&failed));
                     gateway.log_failed_call(mount.service.provider(), &failed, traceparent.as_deref());
-                    call_error::response(&failed, plan)
+                    for_client(grpc_type.as_ref(), call_error::response(&failed, plan))
                 }
                 None => {
                     let (status, message) = HttpError::ClientTimeout.status_and_message();
                     let mut response = call_error::formatted(plan.error_format, status, message);
                     set_connection_close(&mut response);
-                    response
+                    for_client(grpc_type.as_ref(), response)
                 }
             };
             if has_body && watch.body.is_uploading.get() {

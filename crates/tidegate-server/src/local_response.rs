@@ -5,6 +5,7 @@ use http::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
 use http::{Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
+use tidegate::reply::grpc_response;
 
 use crate::body::ResponseBody;
 use crate::connection::MAX_DRAINED_BYTES;
@@ -131,6 +132,20 @@ fn reason_phrase(status: StatusCode) -> &'static str {
     status.canonical_reason().unwrap_or("Error")
 }
 
+/// The status that the access log tells instead of that of a gRPC response, which is always 200.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoggedStatus(pub(crate) StatusCode);
+
+/// Turns a response of the gate itself into the one that a gRPC client reads, if the request has a type of gRPC.
+pub(crate) fn for_client(grpc_type: Option<&HeaderValue>, response: Response<ResponseBody>) -> Response<ResponseBody> {
+    let Some(kind) = grpc_type else { return response };
+    let status = LoggedStatus(response.status());
+    let body = |body| if let ResponseBody::Full(text) = body { text.unwrap_or_default() } else { Bytes::new() };
+    let mut response = grpc_response(kind, response.map(body)).map(ResponseBody::full);
+    response.extensions_mut().insert(status);
+    response
+}
+
 /// Makes a response the connection's last.
 pub(crate) fn set_connection_close<B>(response: &mut Response<B>) {
     response.headers_mut().insert(CONNECTION, CLOSE);
@@ -143,7 +158,12 @@ pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<Re
     if !matches!(phase, ConnectionPhase::Linger | ConnectionPhase::Download | ConnectionPhase::Tunnel) {
         watch.enter(ConnectionPhase::Idle);
     }
-    if (watch.is_draining() || watch.gives_way()) && phase != ConnectionPhase::Tunnel {
+    let gives_way = watch.gives_way();
+    if gives_way {
+        // Requests that the client has already sent would reset the connection, and its responses with it.
+        watch.response.must_linger.set(true);
+    }
+    if (watch.is_draining() || gives_way) && phase != ConnectionPhase::Tunnel {
         set_connection_close(&mut response);
     }
     response

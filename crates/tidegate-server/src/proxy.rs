@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::header::{CONTENT_LENGTH, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
 use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::policy::{MatchedActions, Query};
-use tidegate::reply::Replies;
+use tidegate::reply::{Replies, grpc_type};
 use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason, Time};
@@ -29,7 +29,7 @@ use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, 
 use crate::finish::FinishOnDrop;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
-use crate::local_response::{HttpError, discard_body, error, set_connection_close};
+use crate::local_response::{HttpError, discard_body, error, for_client, set_connection_close};
 use crate::metrics::RequestMetrics;
 use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
@@ -147,7 +147,8 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
             let (proxy, query) = (&connection.proxy, connection.query(&request));
             let now = proxy.gate.clock().now();
             proxy.refusals.log_invalid_request(now, error, &query, &connection.watch.access);
-            let response = discard_body(&connection.watch, request.into_body(), true, error.response());
+            let response = for_client(grpc_type(request.headers()), error.response());
+            let response = discard_body(&connection.watch, request.into_body(), true, response);
             return connection.ready_response(response);
         }
         crate::dashboard::remove_session_cookies(request.headers_mut());
@@ -294,6 +295,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
 
     fn refuse_request(&self, request: Request<Incoming>, refusal: Response<ResponseBody>) -> Response<ResponseBody> {
         let expects = request.headers().contains_key(EXPECT);
+        let refusal = for_client(grpc_type(request.headers()), refusal);
         discard_body(&self.watch, request.into_body(), expects, refusal)
     }
 
@@ -331,8 +333,10 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
     ) -> Response<ResponseBody> {
         let proxy = &*self.proxy;
         let has_body = !request.body().is_end_stream();
+        let grpc_type = grpc_type(request.headers()).cloned();
         if has_body && request.body().size_hint().lower() > proxy.body_cap {
-            return discard_body(&self.watch, request.into_body(), true, HttpError::TooLarge.response());
+            let response = for_client(grpc_type.as_ref(), HttpError::TooLarge.response());
+            return discard_body(&self.watch, request.into_body(), true, response);
         }
         // HTTP/2 bodies need no length.
         let chunked = has_body && !request.headers().contains_key(CONTENT_LENGTH);
@@ -341,7 +345,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         let expectation = expects.then(Arc::<ContinueExpectation>::default);
         let mut hop = hop_headers::strip_request(request.headers_mut(), proxy.gate.plan().keyed_headers());
         hop.upgrade = hop.upgrade.filter(|_| !is_http2);
-        let paced = has_body && hop.upgrade.is_none() && !is_grpc(&request);
+        let paced = has_body && hop.upgrade.is_none() && grpc_type.is_none();
         let client_upgrade = hop.upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
         if let Some(expectation) = &expectation {
             let expectation = Arc::clone(expectation);
@@ -388,7 +392,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 if let Some(permit) = permit.filter(|_| !self.may_be_worked_on(&failure)) {
                     permit.work.cancel();
                 }
-                return self.failure_response(&failure, has_body);
+                return for_client(grpc_type.as_ref(), self.failure_response(&failure, has_body));
             }
         };
         self.watch.access.note(|entry| entry.note_upstream_time(proxy.gate.clock().now().since(decided_at)));
@@ -552,11 +556,6 @@ fn validate_target_host(authority: &Authority, uri: &Uri, host: Option<&[u8]>) -
         Some(host) if !is_same_host(host, named.as_bytes()) => Err(HttpError::HostConflict),
         _ => Ok(()),
     }
-}
-
-/// Returns true if a request is a gRPC call, which may stream slowly and with long pauses.
-pub(crate) fn is_grpc(request: &Request<Incoming>) -> bool {
-    request.headers().get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
 }
 
 fn expects_continue(request: &Request<Incoming>) -> bool {

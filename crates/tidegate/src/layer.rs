@@ -11,7 +11,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, HOST, RETRY_AFTER};
+use http::header::{CONTENT_TYPE, HOST};
 use http::request::Parts;
 use http::uri::Authority;
 use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
@@ -28,11 +28,11 @@ use tower_service::Service;
 pub use self::body::GateBody;
 use self::body::RenewedPermit;
 use self::finish::FinishOnDrop;
-use crate::reply::Replies;
+use crate::reply::{Replies, grpc_response, grpc_type};
 use crate::{CheckError, DecisionReport, Gate};
 
 /// Limits a service. A refused call gets a 429 without reaching the service. A refused gRPC call gets
-/// `RESOURCE_EXHAUSTED`, or `PERMISSION_DENIED` if waiting can't help. An admitted call gets rate-limit headers in its
+/// `RESOURCE_EXHAUSTED`, or `PERMISSION_DENIED` on the deny list. An admitted call gets rate-limit headers in its
 /// response, and its [`Decision`] as an extension of the request.
 ///
 /// The action is the one named by [`GateLayer::action`], or the first of the policy that matches the request. If
@@ -374,10 +374,7 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
             on_decision(parts, &report());
         }
         if !decision.allowed {
-            let standard = match grpc_type(&parts.headers) {
-                Some(kind) => grpc_refusal(&decision, kind),
-                None => self.replies.refusal(actions, &decision, &parts.headers),
-            };
+            let standard = for_client(&parts.headers, self.replies.refusal(actions, &decision, &parts.headers));
             return Err(match &self.hooks.refusal {
                 Some(refusal) => refusal(parts, &report(), standard),
                 None => standard,
@@ -394,51 +391,20 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
     /// The reply to a call that could not be decided. For an uncountable request it gives the reason.
     #[cold]
     fn check_error_response(&self, error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
-        let failure = match error {
+        let (status, title, message) = match error {
             CheckError::Key(KeyError::Uncountable(uncountable)) => {
                 tracing::info!(%error, "a request could not be counted");
-                FailureReply {
-                    status: StatusCode::BAD_REQUEST,
-                    title: "Bad Request",
-                    grpc_status: "3",
-                    grpc_title: "Bad Request",
-                    message: uncountable.to_string(),
-                }
+                (StatusCode::BAD_REQUEST, "Bad Request", uncountable.to_string())
             }
             CheckError::Key(KeyError::Missing(missing)) if missing.part == "key" && self.hooks.key.is_some() => {
                 tracing::info!(%error, "a request could not be counted");
-                FailureReply {
-                    status: StatusCode::UNAUTHORIZED,
-                    title: "Unauthorized",
-                    grpc_status: "16",
-                    grpc_title: "Unauthorized",
-                    message: if cfg!(debug_assertions) { MISSING_KEY.to_owned() } else { String::new() },
-                }
+                let message = if cfg!(debug_assertions) { MISSING_KEY.to_owned() } else { String::new() };
+                (StatusCode::UNAUTHORIZED, "Unauthorized", message)
             }
-            misuse => FailureReply {
-                status: StatusCode::INTERNAL_SERVER_ERROR,
-                title: "Internal server error",
-                grpc_status: "13",
-                grpc_title: "the request could not be decided about",
-                message: misuse_message(misuse),
-            },
+            misuse => (StatusCode::INTERNAL_SERVER_ERROR, "Internal server error", misuse_message(misuse)),
         };
-        let FailureReply { status, title, grpc_status, grpc_title, message } = failure;
-        match grpc_type(request) {
-            Some(kind) => grpc_response(grpc_status, if message.is_empty() { grpc_title } else { &message }, kind),
-            None => error_response(status, title, &message),
-        }
+        for_client(request, error_response(status, title, &message))
     }
-}
-
-/// The reply to a call that could not be decided. The message may be empty.
-struct FailureReply {
-    status: StatusCode,
-    title: &'static str,
-    grpc_status: &'static str,
-    /// The message for gRPC if there is no other.
-    grpc_title: &'static str,
-    message: String,
 }
 
 /// The host in the request's target or `Host`. Both must name the same host if both are present.
@@ -457,31 +423,12 @@ fn host_of(parts: &Parts) -> Result<Option<&str>, KeyError> {
     Ok(host_name)
 }
 
-/// The request's content type, if it is gRPC or gRPC-Web.
-fn grpc_type(headers: &HeaderMap) -> Option<&HeaderValue> {
-    headers.get(CONTENT_TYPE).filter(|kind| kind.as_bytes().starts_with(b"application/grpc"))
-}
-
-/// A gRPC response without messages: status 8 and the wait if waiting helps, else status 7.
-fn grpc_refusal(decision: &Decision, kind: &HeaderValue) -> Response<Bytes> {
-    let Some(wait) = decision.retry_after else { return grpc_response("7", "not allowed", kind) };
-    let message = format!("too many requests; retry after {} s", wait.as_secs_ceil());
-    let mut response = grpc_response("8", &message, kind);
-    let headers = response.headers_mut();
-    headers.insert("grpc-retry-pushback-ms", HeaderValue::from(wait.as_micros().div_ceil(1000)));
-    headers.insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
-    response
-}
-
-fn grpc_response(status: &'static str, message: &str, kind: &HeaderValue) -> Response<Bytes> {
-    let mut response = Response::new(Bytes::new());
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, kind.clone());
-    headers.insert("grpc-status", HeaderValue::from_static(status));
-    if let Ok(message) = HeaderValue::from_str(message) {
-        headers.insert("grpc-message", message);
+/// A refusal or an error in the form that the request's client reads.
+fn for_client(request: &HeaderMap, response: Response<Bytes>) -> Response<Bytes> {
+    match grpc_type(request) {
+        Some(kind) => grpc_response(kind, response),
+        None => response,
     }
-    response
 }
 
 /// Logs a mistake in the program's setup. Returns it in builds with debug assertions, otherwise an empty text, because

@@ -14,6 +14,7 @@
 //! full capacity again. On refusal it equals `Retry-After`, since the draft requires `Retry-After` to be no earlier
 //! than `t`. `X-RateLimit-Reset` equals `t`.
 
+mod grpc;
 mod small_buffer;
 
 use std::sync::Arc;
@@ -25,6 +26,7 @@ use tidegate_core::time::UtcText;
 use tidegate_core::{Decision, Limit, LimitId, Reason};
 use tidegate_policy::{ActionId, HeaderDialect, MatchedActions, Plan, RateLimitPolicyItem, TIDEGATE_RESERVATION};
 
+pub use self::grpc::{grpc_response, grpc_type};
 use self::small_buffer::{DecimalDigits, SmallBuffer, quoted_string};
 use crate::{DecisionReport, ReservationReport};
 

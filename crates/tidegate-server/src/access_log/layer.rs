@@ -13,6 +13,7 @@ use pin_project_lite::pin_project;
 
 use super::{AccessEntry, AccessLog};
 use crate::body::{BoxError, ResponseBody, is_last};
+use crate::local_response::LoggedStatus;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
 /// A request that has no response yet.
@@ -53,7 +54,8 @@ impl OpenRequest {
     /// Writes the line of a response whose body is at hand, otherwise leaves that to the body.
     fn finish(self, response: Response<ResponseBody>) -> Response<ResponseBody> {
         let Some(mut entry) = self.watch.access.take() else { return response };
-        entry.note_status(response.status());
+        let logged = response.extensions().get::<LoggedStatus>();
+        entry.note_status(logged.map_or(response.status(), |logged| logged.0));
         if let ResponseBody::Full(bytes) = response.body() {
             if !entry.has_no_body() {
                 entry.bytes = bytes.as_ref().map_or(0, Bytes::len) as u64;

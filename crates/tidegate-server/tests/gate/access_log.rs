@@ -75,6 +75,17 @@ async fn every_request_gets_a_line() {
 }
 
 #[tokio::test]
+async fn refused_grpc_calls_are_logged_as_others_are() {
+    let (lines, _guard) = capture("json");
+    let gate = start(nobody(), &format!("{POLICY}\"all\"\n")).await;
+    for path in ["/no", "/yes"] {
+        let call = get(path).replace("\r\n\r\n", "\r\ncontent-type: application/grpc\r\n\r\n");
+        assert_eq!(status(&once(gate.inbound, call).await), 200);
+    }
+    assert_eq!(lines.access(&["path", "status"]), [json!(["/no", 429]), json!(["/yes", 502])]);
+}
+
+#[tokio::test]
 async fn rejected_requests_show_the_forwarded_client() {
     let (lines, _guard) = capture("json");
     let policy = POLICY.replacen("[inbound", "[inbound]\ntrusted_proxies = [\"127.0.0.1\"]\n[inbound", 1);

@@ -1,6 +1,6 @@
 //! The address that a request counts for, the action that it matches, and the body of a refused request.
 
-use crate::common::{Echo, HELLO, Peer, get, header, once, post, start, status};
+use crate::common::{Echo, HELLO, Peer, body, get, header, nobody, once, post, start, status};
 
 const ONE: &str = "[inbound.action.one]\nmatch = { path = \"/one\" }\nlimit = \"1 per 60s\"\n";
 
@@ -38,6 +38,31 @@ async fn unmatched_requests_meet_only_the_global_limit() {
         let answer = client.ask(get("/two")).await;
         assert_eq!(status(&answer), expected);
         assert_eq!(header(&answer, "ratelimit-policy"), Some("\"global\";q=3;w=3600"));
+    }
+}
+
+/// gRPC clients read no status of HTTP and no body.
+#[tokio::test]
+async fn grpc_calls_end_with_statuses_of_grpc() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, &format!("{ONE}[inbound.caps]\nbody = \"10B\"\n")).await;
+    let call = |path: &str, more: &str, body: &str| {
+        let kind = "content-type: application/grpc-web+proto";
+        format!("POST {path} HTTP/1.1\r\nhost: a\r\n{kind}\r\n{more}content-length: {}\r\n\r\n{body}", body.len())
+    };
+    assert_eq!(status(&once(gate.inbound, call("/one", "", "abc")).await), 200);
+    let away = start(nobody(), "").await;
+    for (address, request, grpc_status, message, wait) in [
+        (gate.inbound, call("/one", "", "abc"), "8", "Too many requests; retry after 60 s", Some("60")),
+        (gate.inbound, call("/two", "host: b\r\n", ""), "3", "", None),
+        (gate.inbound, call("/two", "", "more than ten"), "8", "", None),
+        (away.inbound, call("/two", "", ""), "14", "", None),
+    ] {
+        let answer = once(address, &request).await;
+        let told = [header(&answer, "grpc-status"), header(&answer, "content-type"), header(&answer, "retry-after")];
+        assert_eq!(told, [Some(grpc_status), Some("application/grpc-web+proto"), wait], "{answer}");
+        assert_eq!((status(&answer), body(&answer)), (200, ""), "{answer}");
+        assert!(header(&answer, "grpc-message").unwrap().contains(message), "{answer}");
     }
 }
 

@@ -35,6 +35,10 @@ async fn an_open_breaker_gives_503_with_state() {
         \"provider\":\"api\",\"state\":\"open\",\"failureCount\":5,\"resetIn\":240000}";
     let expected = error("503 Service Unavailable", Some(240), 0, body);
     assert_eq!(undated(&gateway.ask(get("/api/x")).await), expected);
+    let call = get("/api/x").replace("\r\n\r\n", "\r\ncontent-type: application/grpc\r\n\r\n");
+    let answer = gateway.ask(call).await;
+    let told = [header(&answer, "grpc-status"), header(&answer, "grpc-retry-pushback-ms")];
+    assert_eq!((status(&answer), told), (200, [Some("14"), Some("240000")]), "{answer}");
     assert_eq!(api.count(), 5);
 }
 
