@@ -41,7 +41,7 @@ const NOT_FOUND_STATUS: u8 = 127;
 /// The arguments of `tidegate retry`.
 #[derive(Debug, Args)]
 pub(crate) struct RetryArgs {
-    /// The maximum number of attempts, including the first. The default is 5, and without a limit if there is a deadline.
+    /// The maximum number of attempts, including the first. The default is 5; with `--deadline` there is no limit.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     attempts: Option<u32>,
     /// The first wait.

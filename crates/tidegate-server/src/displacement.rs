@@ -146,8 +146,7 @@ impl CandidateState {
     }
 }
 
-/// True if a stream, or the request of a connection, has waited for its client for some time. A connection to which no more
-/// can be written doesn't wait any longer: all that the system keeps for it is unread.
+/// True if a stream, or the request of a connection, has waited for its client for some time.
 pub(crate) fn awaits_client(watch: &ConnectionWatch) -> bool {
     let phase = watch.phase();
     let waits = match phase {
@@ -156,8 +155,7 @@ pub(crate) fn awaits_client(watch: &ConnectionWatch) -> bool {
         ConnectionPhase::Download => watch.response.is_unread.get(),
         _ => false,
     };
-    let ticks = if phase == ConnectionPhase::Download && !watch.is_stream() { 0 } else { STALLED_TICKS };
-    waits && watch.ticks_in(phase) >= ticks
+    waits && watch.ticks_in(phase) >= STALLED_TICKS
 }
 
 /// Ends streams that wait for their client, the oldest first, of the connection that has most of them. Returns false if none
@@ -237,17 +235,17 @@ mod tests {
         unread.response.is_unread.set(true);
         let (busy, _c) = new_connection(&watchdog, ConnectionPhase::AwaitResponse);
         let (events, _d) = new_connection(&watchdog, ConnectionPhase::Download);
-        let mut queue = DisplacementQueue::default();
-        assert!(queue.displace_one(&watchdog) && unread.is_ended_for(EndReason::Displaced));
         watchdog.sweep_once();
+        let mut queue = DisplacementQueue::default();
         assert!(!queue.displace_one(&watchdog), "each may be between two pieces of its body");
         trickling.touch();
         watchdog.sweep_once();
-        let mut found = DisplacementQueue { next: find_candidates(&watchdog) };
         assert!(queue.displace_one(&watchdog) && trickling.is_ended_for(EndReason::Displaced));
-        trickling.enter(ConnectionPhase::Upload);
-        assert!(!found.displace_one(&watchdog), "it has another request since it was found");
-        assert!(!busy.must_end_phase() && !events.must_end_phase());
+        unread.enter(ConnectionPhase::Download);
+        assert!(!queue.displace_one(&watchdog), "it has another request since it was found");
+        (0..2).for_each(|_| watchdog.sweep_once());
+        assert!(queue.displace_one(&watchdog) && unread.is_ended_for(EndReason::Displaced));
+        assert!(!queue.displace_one(&watchdog) && !busy.must_end_phase() && !events.must_end_phase());
     }
 
     #[test]

@@ -210,6 +210,10 @@ impl Listener {
         loop {
             if held.is_none() {
                 *held = self.accept_one().await;
+                // Nobody gives way to a connection that isn't taken.
+                if held.is_none() {
+                    continue;
+                }
             }
             // An earlier leave would otherwise be mistaken for that of the displaced connection.
             let _ = watchdog.connection_left.notified().now_or_never();

@@ -41,6 +41,7 @@ use crate::document::{
 use crate::edit::LimitSections;
 use crate::environment::{EnvVars, apply_variables, is_secret_key};
 use crate::error::{Error, ErrorList, Errors, MAX_ERRORS, Note, is_secret_source, quoted};
+use crate::key::KeyPart;
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
 use crate::plan::Plan;
@@ -350,6 +351,10 @@ impl DocumentReader<'_> {
         };
         if meant.is_some() {
             return error.did_you_mean(meant);
+        }
+        let is_part = |part: &&str| part.strip_suffix(":NAME") == Some(key);
+        if let Some(part) = KeyPart::NAMES.iter().copied().find(is_part).filter(|_| known.contains(&"key")) {
+            return error.help(format!("to count by it, write key = \"{part}\""));
         }
         // The other common mistake is a key in the wrong section.
         let homes = settings::all().filter_map(|setting| setting.path().rsplit_once('.'));

@@ -509,6 +509,8 @@ async fn a_test_tells_the_result_of_each_sink() {
         (status(&unknown), json(&unknown)["message"].as_str()),
         (404, Some("the policy has no such alert; did you mean `ops`?"))
     );
+    let other = test(&gate, "night").await;
+    assert_eq!(json(&other)["message"].as_str(), Some("the policy has no such alert: it has ops"));
     assert!(test(&gate, "OPS_team").await.contains("did you mean `ops`?"), "as in a policy, a beginning is enough");
     let text = log.text();
     assert!(text.contains("change=\"test_alert\" alert=ops status=200"), "{text}");

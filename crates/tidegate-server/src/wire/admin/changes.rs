@@ -235,7 +235,12 @@ async fn test_alert(alerts: &AlertSet, name: &str) -> Response<ResponseBody> {
         Some(alert) => json_response(StatusCode::OK, &alert.test().await),
         None => {
             let meant = nearest(name, alerts.names()).map(|meant| format!("; did you mean `{meant}`?"));
-            error(StatusCode::NOT_FOUND, &format!("the policy has no such alert{}", meant.unwrap_or_default()))
+            let known = || match alerts.names().collect::<Vec<_>>() {
+                names if names.is_empty() => String::new(),
+                names => format!(": it has {}", names.join(", ")),
+            };
+            let message = format!("the policy has no such alert{}", meant.unwrap_or_else(known));
+            error(StatusCode::NOT_FOUND, &message)
         }
     }
 }
