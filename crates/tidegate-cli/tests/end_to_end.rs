@@ -410,26 +410,24 @@ fn upload_target(size: usize) -> (u16, thread::JoinHandle<String>) {
 fn uploads_pass_through_front_servers_without_the_reservation() {
     const SIZE: usize = 20 << 20;
     let (_gate, ports) = gate(LOGIN, free_port());
-    let upload = |front: u16| {
+    let assert_passes = |front: u16, target: thread::JoinHandle<String>| {
         let head = format!(
             "POST /upload HTTP/1.1\r\nHost: a.test\r\nTidegate-Reservation: r{}\r\nContent-Length: {SIZE}\r\n\r\n",
             "0".repeat(29)
         );
-        HttpClient::connect(front).unwrap().request(head + &"x".repeat(SIZE)).status
+        assert_eq!(HttpClient::connect(front).unwrap().request(head + &"x".repeat(SIZE)).status, 200);
+        let head = target.join().unwrap();
+        assert!(head.starts_with("post /upload ") && !head.contains("tidegate-"), "{head}");
     };
     let (front, (upstream, target)) = (free_port(), upload_target(SIZE));
     let snippet = nginx_snippet(front, ports.api, upstream, false);
     let snippet = snippet.replace("    location / {\n", "    location / {\n        client_max_body_size 32m;\n");
     let Some(_nginx) = pages(&snippet, free_port(), front) else { return };
-    assert_eq!(upload(front), 200);
-    let head = target.join().unwrap();
-    assert!(head.starts_with("post /upload ") && !head.contains("tidegate-"), "{head}");
+    assert_passes(front, target);
     for open in [false, true] {
         let (front, (upstream, target)) = (free_port(), upload_target(SIZE));
         let Some(_caddy) = caddy(&caddy_snippet(front, ports.api, upstream, open), front) else { return };
-        assert_eq!(upload(front), 200);
-        let head = target.join().unwrap();
-        assert!(head.starts_with("post /upload ") && !head.contains("tidegate-"), "{head}");
+        assert_passes(front, target);
     }
 }
 

@@ -210,7 +210,7 @@ impl Listener {
         loop {
             if held.is_none() {
                 *held = self.accept_one().await;
-                // Nobody gives way to a connection that isn't taken.
+                // No connection is displaced for one that isn't accepted.
                 if held.is_none() {
                     continue;
                 }

@@ -26,7 +26,7 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use prost::Message;
 use tidegate::policy::{Forwarding, MatchedActions, Query};
-use tidegate::reply::Replies;
+use tidegate::reply::{Replies, grpc_type};
 use tidegate::store::Store;
 use tidegate::{CheckError, Decision, Gate};
 use tidegate_core::Clock;
@@ -108,8 +108,7 @@ async fn respond<S: Store, C: Clock>(
     request: Request<Incoming>,
 ) -> Response<ResponseBody> {
     let watch = &client.watch;
-    let content_type = request.headers().get(CONTENT_TYPE);
-    let is_grpc = content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));
+    let is_grpc = grpc_type(request.headers()).is_some();
     if let Err(denied) = state.access.check(&request, client.address.ip()) {
         let mut denial = state.access.denied_response(denied, &request, client, state.gate.clock().now());
         if denied == AccessError::Token && is_grpc {

@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde_json::Value;
 
 const STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -11,6 +12,9 @@ const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 /// The value for a call that must not be repeated: no wait helps.
 const NEVER: HeaderValue = HeaderValue::from_static("-1");
+
+/// The characters of ASCII that gRPC escapes in messages. Those beyond ASCII always are.
+const ENCODED_CHARS: &AsciiSet = &CONTROLS.add(b'%');
 
 /// The content type of a request, if it is one of gRPC or gRPC-Web.
 pub fn grpc_type(request: &HeaderMap) -> Option<&HeaderValue> {
@@ -46,7 +50,7 @@ pub fn grpc_response(kind: &HeaderValue, response: Response<Bytes>) -> Response<
     parts.headers.insert(CONTENT_TYPE, kind.clone());
     parts.headers.remove(CONTENT_LENGTH);
     parts.headers.insert(STATUS, HeaderValue::from_static(status_of(parts.status)));
-    if let Ok(message) = HeaderValue::try_from(percent_encoded(&message)) {
+    if let Ok(message) = HeaderValue::try_from(utf8_percent_encode(&message, ENCODED_CHARS).to_string()) {
         parts.headers.insert(MESSAGE, message);
     }
     parts.status = StatusCode::OK;
@@ -72,15 +76,6 @@ fn message_of(body: &[u8]) -> Option<String> {
     let body: Value = serde_json::from_slice(body).ok()?;
     let texts = [&body["message"], &body["error"]["message"], &body["error"], &body["title"]];
     texts.into_iter().find_map(Value::as_str).map(str::to_owned)
-}
-
-/// The form in which gRPC sends messages: all but printable ASCII is escaped, and the percent sign.
-fn percent_encoded(message: &str) -> String {
-    let encoded = |byte: u8| match byte {
-        b' '..=b'~' if byte != b'%' => char::from(byte).to_string(),
-        _ => format!("%{byte:02X}"),
-    };
-    message.bytes().map(encoded).collect()
 }
 
 #[cfg(test)]
